@@ -1,0 +1,1 @@
+"""Built-in plugins, loaded by entry point only, like any other."""

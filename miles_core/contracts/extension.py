@@ -1,0 +1,63 @@
+"""Kind `extension`: what cuts across parts (LoRA, routing replay, quantisation). A plain object with any of these."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from miles_core.columns import ColumnSpec
+    from miles_core.contracts.engine import Request
+    from miles_core.contracts.learning import View
+    from miles_core.contracts.weights import Layout, Tensor, TensorSpec
+    from miles_core.records import Array, Ref
+
+Purpose = Literal["score", "update"]
+
+#: The optional methods of an extension; anything else public on it is refused with a close match.
+EXTENSION_METHODS = ("on_config", "request", "collect", "model", "micro", "export")
+
+
+@runtime_checkable
+class Extension(Protocol):
+    """Every extension names itself and the columns that it brings; the rest is optional (`EXTENSION_METHODS`)."""
+
+    name: str
+    columns: tuple[ColumnSpec, ...]
+
+
+class OnConfig(Protocol):
+    def on_config(self, draft: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Changes to the untyped run file before it is frozen (place `controller`); their origin is recorded."""
+        ...
+
+
+class EditsRequests(Protocol):
+    def request(self, request: Request) -> Request: ...
+
+
+class CollectsColumns(Protocol):
+    def collect(self, raw: Mapping[str, Any], request: Request) -> Mapping[str, Array | Ref]:
+        """Columns from an engine's answer, where its client lives (place `sampler` or `controller`)."""
+        ...
+
+
+class TransformsModel(Protocol):
+    def model(self, module: Any, role: str, policy: str) -> Any:
+        """The module after build and before sharding (place `trainer`)."""
+        ...
+
+
+class WrapsMicroBatch(Protocol):
+    def micro(self, view: View, role: str, purpose: Purpose) -> AbstractContextManager[None]:
+        """A context around a forward, re-entered with the same view around every activation recomputation."""
+        ...
+
+
+class TransformsExport(Protocol):
+    def export(
+        self, stream: Iterator[tuple[TensorSpec, Tensor]], layout: Layout, policy: str
+    ) -> Iterator[tuple[TensorSpec, Tensor]]:
+        """The weight stream; works on meta tensors too. Raises `CapabilityError` for a layout it does not support."""
+        ...

@@ -1,0 +1,246 @@
+"""The run directory: what is in it, how a checkpoint becomes valid, and what may differ on a resume.
+
+`runs/<name>/`: `resolved.yaml` (itself a run file; each value's origin stands behind it as a comment), `plugins.lock`,
+`events.jsonl`, `metrics.jsonl`, `journal/`, `rollouts/`, `checkpoints/`, `weights/`, `exports/`. A checkpoint is
+`checkpoints/step_NNNNNN/{trainer/, ledger.json, COMMIT}`; it counts only once COMMIT is there, which is written last,
+after everything else was flushed to disk. `checkpoints/best` names the best one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from miles_core.errors import CheckpointError, ResumeError, RunExistsError, RunNotFoundError
+
+#: What may change on `--resume` (design §6), as patterns over dotted paths. `run.steps` may only grow.
+MAY_CHANGE = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"launcher(\..*)?",
+        r"trackers(\..*)?",
+        r"eval(\..*)?",
+        r"run\.(checkpoint_every|threads|steps|name|dir)",
+        r"(rollout|engines\.[^.]+)\.(count|gpus)",
+        r"backend\.(ranks|gpus_per_rank)",
+        r"(policies\.[^.]+\.)?schedule\.samplers",
+    )
+)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A committed checkpoint: the state after `step` consumed steps."""
+
+    step: int
+    folder: Path
+
+    @property
+    def trainer(self) -> Path:
+        return self.folder / "trainer"
+
+    def ledger(self) -> dict[str, Any]:
+        """The ledger's snapshot. Raises `CheckpointError` where it cannot be read."""
+        try:
+            return dict(json.loads((self.folder / "ledger.json").read_text()))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{self.folder / 'ledger.json'} cannot be read: {error}",
+                fix=f"remove {self.folder} and resume from the checkpoint before it",
+            ) from error
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths and durable writes of one run."""
+
+    path: Path
+
+    @staticmethod
+    def create(path: Path, tree: Mapping[str, Any], origins: Mapping[str, str], lock: Mapping[str, Any]) -> RunDir:
+        """Make the directory; `RunExistsError` where it exists."""
+        refuse_existing(path)
+        for folder in ("journal", "rollouts", "checkpoints", "weights"):
+            (path / folder).mkdir(parents=True)
+        run = RunDir(path)
+        run.write_config(tree, origins, lock)
+        return run
+
+    @staticmethod
+    def open(path: Path) -> RunDir:
+        """An existing run; `RunNotFoundError` where there is none."""
+        if not (path / "resolved.yaml").is_file():
+            raise RunNotFoundError(
+                f"{path} is no run directory: it has no resolved.yaml", fix="name a folder that `miles run` made"
+            )
+        return RunDir(path)
+
+    def write_config(self, tree: Mapping[str, Any], origins: Mapping[str, str], lock: Mapping[str, Any]) -> None:
+        write_durably(self.path / "resolved.yaml", "\n".join(annotated_yaml(tree, origins)) + "\n")
+        write_durably(self.path / "plugins.lock", json.dumps(lock, indent=1, sort_keys=True) + "\n")
+
+    def tree(self) -> dict[str, Any]:
+        """`resolved.yaml` as a plain tree."""
+        from omegaconf import OmegaConf
+
+        return dict(OmegaConf.to_container(OmegaConf.load(self.path / "resolved.yaml")))  # type: ignore[arg-type]
+
+    def lock(self) -> dict[str, Any]:
+        return dict(json.loads((self.path / "plugins.lock").read_text()))
+
+    def metrics(self) -> Iterator[dict[str, Any]]:
+        """Lines of `metrics.jsonl`; a torn last line is skipped."""
+        file = self.path / "metrics.jsonl"
+        for line in file.read_text().splitlines() if file.exists() else ():
+            try:
+                yield json.loads(line)
+            except ValueError:
+                continue
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """Committed checkpoints, oldest first."""
+        folders = sorted((self.path / "checkpoints").glob("step_*"))
+        return [
+            Checkpoint(int(folder.name.removeprefix("step_")), folder)
+            for folder in folders
+            if (folder / "COMMIT").is_file()
+        ]
+
+    def latest(self) -> Checkpoint | None:
+        return next(reversed(self.checkpoints()), None)
+
+    def best(self) -> Checkpoint | None:
+        """The checkpoint that `checkpoints/best` names."""
+        pointer = self.path / "checkpoints" / "best"
+        name = pointer.read_text().strip() if pointer.is_file() else ""
+        return next((c for c in self.checkpoints() if c.folder.name == name), None)
+
+    def checkpoint(self, step: int | None = None) -> Checkpoint:
+        """The asked checkpoint: of `step`, else the best, else the latest."""
+        found = self.checkpoints()
+        if step is None:
+            chosen = self.best() or (found[-1] if found else None)
+        else:
+            chosen = next((c for c in found if c.step == step), None)
+        if chosen is None:
+            have = ", ".join(str(c.step) for c in found) or "none"
+            raise RunNotFoundError(
+                f"{self.path} has no checkpoint {'at all' if step is None else f'of step {step}'}; it has: {have}",
+                fix="name a step that it has" if found else "let the run reach a checkpoint first",
+            )
+        return chosen
+
+    def begin_checkpoint(self, step: int) -> Path:
+        """An empty folder to write a checkpoint into; `commit_checkpoint` makes it valid."""
+        draft = self.path / "checkpoints" / f".step_{step:06d}.draft"
+        shutil.rmtree(draft, ignore_errors=True)
+        (draft / "trainer").mkdir(parents=True)
+        return draft
+
+    def commit_checkpoint(self, draft: Path, step: int, ledger: Mapping[str, Any]) -> Checkpoint:
+        """Write the ledger, flush everything, rename, and write COMMIT last. Raises `CheckpointError`; the draft never
+        counts, and an older checkpoint of the same step is replaced only by a complete one."""
+        folder = self.path / "checkpoints" / f"step_{step:06d}"
+        try:
+            write_durably(draft / "ledger.json", json.dumps(ledger, sort_keys=True, separators=(",", ":")))
+            for file in draft.rglob("*"):
+                if file.is_file():
+                    _flush(file)
+            if folder.exists():
+                (folder / "COMMIT").unlink(missing_ok=True)
+                shutil.rmtree(folder)
+            os.rename(draft, folder)
+            write_durably(folder / "COMMIT", f"{step}\n")
+            _flush(folder.parent)
+        except OSError as error:
+            raise CheckpointError(
+                f"the checkpoint of step {step} could not be written: {error}",
+                fix="free space, then go on with --resume; earlier checkpoints are valid",
+            ) from error
+        return Checkpoint(step, folder)
+
+    def point_best(self, step: int) -> None:
+        write_durably(self.path / "checkpoints" / "best", f"step_{step:06d}\n")
+
+
+def refuse_existing(path: Path) -> None:
+    """Raise `RunExistsError` where `path` exists and holds anything."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise RunExistsError(
+            f"the run directory {path} exists",
+            fix="go on with it by --resume, or start another with run.name=… (or run.dir=…)",
+        )
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Replace `path` by `text` so that a crash leaves the old or the new file, never half of one."""
+    draft = path.with_name(f".{path.name}.draft")
+    with open(draft, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(draft, path)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def annotated_yaml(tree: Mapping[str, Any], origins: Mapping[str, str], prefix: str = "", depth: int = 0) -> list[str]:
+    """The tree as YAML lines (scalars and lists as JSON, which YAML 1.2 contains), origins as comments."""
+    lines: list[str] = []
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        name = key if re.fullmatch(r"[A-Za-z_][\w.-]*", str(key)) else json.dumps(str(key))
+        if isinstance(value, Mapping) and value:
+            lines.append(f"{'  ' * depth}{name}:")
+            lines += annotated_yaml(value, origins, f"{path}.", depth + 1)
+        else:
+            origin = origins.get(path)
+            lines.append(
+                f"{'  ' * depth}{name}: {json.dumps(value, ensure_ascii=False)}{f'  # {origin}' if origin else ''}"
+            )
+    return lines
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Leaves by dotted path; an empty mapping is a leaf."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            leaves |= flatten(value, f"{prefix}{key}.")
+        else:
+            leaves[f"{prefix}{key}"] = value
+    return leaves
+
+
+def check_resume(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) -> dict[str, tuple[Any, Any]]:
+    """Differences that a resume may carry, by path as (old, new). Raises `ResumeError` naming those that it may not."""
+    before, after = flatten(old), flatten(new)
+    absent = object()
+    differences = {
+        key: (before.get(key), after.get(key))
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key, absent) != after.get(key, absent)
+    }
+    refused = {k: v for k, v in differences.items() if not any(p.fullmatch(k) for p in MAY_CHANGE)}
+    steps: tuple[Any, Any] = differences.get("run.steps", (0, 0))
+    if steps[1] < steps[0]:
+        refused["run.steps"] = steps
+    if refused:
+        rows = "; ".join(f"{k}: was {json.dumps(was)}, now {json.dumps(now)}" for k, (was, now) in refused.items())
+        raise ResumeError(
+            f"{path} was started with another configuration: {rows}",
+            fix="resume with the old values (`miles run RUN --resume` takes them from the run), or start a new run",
+        )
+    return differences

@@ -1,0 +1,104 @@
+"""The run directory: durable writes, commit markers, what a resume may change."""
+
+import os
+
+import pytest
+
+from miles_core import run as run_module
+from miles_core.errors import CheckpointError, ResumeError, RunExistsError, RunNotFoundError
+from miles_core.run import RunDir, annotated_yaml, check_resume, write_durably
+
+TREE = {"run": {"name": "a", "steps": 3}, "optimizer": {"lr": 1e-06}, "env": {"use": "x", "stop": ["\n", "#"]}}
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunDir.create(tmp_path / "a", TREE, {"run.steps": "file"}, {"x": 1})
+
+
+def test_resolved_yaml_reads_back_and_names_origins(run):
+    assert run.tree() == TREE
+    assert "  steps: 3  # file" in annotated_yaml(TREE, {"run.steps": "file"})
+
+
+def test_an_existing_directory_is_refused_with_both_ways_out(run):
+    with pytest.raises(RunExistsError) as error:
+        RunDir.create(run.path, TREE, {}, {})
+    assert "--resume" in str(error.value) and "run.name=" in str(error.value)
+
+
+def test_an_empty_directory_may_be_used(tmp_path):
+    (tmp_path / "b").mkdir()
+    RunDir.create(tmp_path / "b", TREE, {}, {})
+
+
+def _commit(run, step):
+    draft = run.begin_checkpoint(step)
+    (draft / "trainer" / "w").write_bytes(b"123")
+    return run.commit_checkpoint(draft, step, {"step": step})
+
+
+def test_checkpoints_count_once_committed(run):
+    _commit(run, 1)
+    second = _commit(run, 2)
+    (run.path / "checkpoints" / "step_000003").mkdir()  # a crash before COMMIT
+    assert [c.step for c in run.checkpoints()] == [1, 2]
+    assert run.latest() == second and second.ledger() == {"step": 2}
+    assert (second.trainer / "w").read_bytes() == b"123"
+    run.point_best(1)
+    assert run.checkpoint().step == 1 and run.checkpoint(2).step == 2
+    with pytest.raises(RunNotFoundError, match="it has: 1, 2"):
+        run.checkpoint(7)
+
+
+@pytest.mark.parametrize("name", ["rename", "fsync", "replace"])
+def test_no_space_at_any_point_keeps_the_earlier_checkpoint(run, monkeypatch, name):
+    """Fail the first, second, … call of each system call that the commit makes, until it goes through."""
+    _commit(run, 1)
+    real, failed = getattr(os, name), 0
+    for nth in range(50):
+        calls = 0
+
+        def failing(*args, nth=nth, **kwargs):
+            nonlocal calls
+            calls += 1
+            if calls == nth + 1:
+                raise OSError(28, "No space left on device")
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(run_module.os, name, failing)
+        draft = run.begin_checkpoint(2)
+        (draft / "trainer" / "w").write_bytes(b"9")
+        try:
+            run.commit_checkpoint(draft, 2, {"step": 2})
+        except CheckpointError as error:
+            failed += 1
+            assert "No space" in str(error) and "--resume" in str(error)
+            monkeypatch.setattr(run_module.os, name, real)
+            assert run.checkpoint(1).ledger() == {"step": 1}
+        else:
+            break
+        finally:
+            monkeypatch.setattr(run_module.os, name, real)
+    assert failed >= 1 and run.latest().step == 2
+
+
+def test_write_durably_keeps_the_old_file_on_failure(tmp_path, monkeypatch):
+    write_durably(tmp_path / "f", "old")
+
+    def failing(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run_module.os, "fsync", failing)
+    with pytest.raises(OSError):
+        write_durably(tmp_path / "f", "new")
+    assert (tmp_path / "f").read_text() == "old"
+
+
+def test_resume_differences(tmp_path):
+    more = {**TREE, "run": {"name": "a", "steps": 5}, "eval": {"every": 2}}
+    assert check_resume(TREE, more, tmp_path) == {"run.steps": (3, 5), "eval.every": (None, 2)}
+    with pytest.raises(ResumeError, match=r"run.steps: was 5, now 3"):
+        check_resume({**more}, {**more, "run": {"name": "a", "steps": 3}}, tmp_path)
+    with pytest.raises(ResumeError, match=r"optimizer.lr: was 1e-06, now 0.1"):
+        check_resume(TREE, {**TREE, "optimizer": {"lr": 0.1}}, tmp_path)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from miles_core.config.schema import RunFile
     from miles_core.contracts.engine import Engine
     from miles_core.contracts.model import ModelSource
-    from miles_core.contracts.rendering import Renderer
+    from miles_core.contracts.rendering import Renderer, Tokenizer
 
 ConfigT = TypeVar("ConfigT")
 ProductT = TypeVar("ProductT", covariant=True)
@@ -47,6 +47,7 @@ class BuildContext:
     ranks: int = 1
     core: Any = None  # the core-owned keys of this instance's section (a dataclass of config/schema.py), or None
     model: ModelSource | None = None  # the policy's model
+    tokenizer: Tokenizer | None = None  # renderers: the built-in tokenizer that `model.tokenizer` names; else from `model`
     renderer: Renderer | None = None  # the policy's renderer
     engine: Engine | None = None  # sync links (place `engine`): the engine client beside which the link runs
     adapters: Mapping[str, Any] = field(default_factory=dict)  # trainer: policy/role -> built ModelAdapter

@@ -47,7 +47,7 @@ class BuildContext:
     ranks: int = 1
     core: Any = None  # the core-owned keys of this instance's section (a dataclass of config/schema.py), or None
     model: ModelSource | None = None  # the policy's model
-    tokenizer: Tokenizer | None = None  # renderers: the built-in tokenizer that `model.tokenizer` names; else from `model`
+    tokenizer: Tokenizer | None = None  # for renderers: the built-in one that the model names
     renderer: Renderer | None = None  # the policy's renderer
     engine: Engine | None = None  # sync links (place `engine`): the engine client beside which the link runs
     adapters: Mapping[str, Any] = field(default_factory=dict)  # trainer: policy/role -> built ModelAdapter

@@ -33,7 +33,7 @@ class RunConfig:
 
     name: str = opt("run", "name of the run; its directory is runs/<name>")
     dir: str | None = opt(None, "the run directory itself; runs/<name> where null")
-    folder: str | None = opt(None, "where relative paths of data and code are looked up; filled in: the run file's folder")
+    folder: str | None = opt(None, "base of relative paths of data and code; filled in: the run file's folder")
     seed: int = opt(0, "seed of every random stream", low=0)
     steps: int = opt(100, "training steps", unit="steps", low=1)
     journal: Journal = opt(Journal.full, "whether large columns are journalled too")

@@ -1,0 +1,125 @@
+"""`miles show RUN`: curves and rollouts of a run, in the terminal and as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
+
+from miles_core.errors import MissingExtraError, RunNotFoundError
+
+if TYPE_CHECKING:
+    from miles_core.run import RunDir
+
+WIDTH, HEIGHT = 60, 10  # characters; a braille character holds 2 x 4 dots
+
+Curve = list[tuple[int, float]]
+
+
+def show(
+    run: Annotated[Path, typer.Argument(help="a run directory, e.g. runs/quickstart")],
+    metric: Annotated[
+        list[str] | None, typer.Option(help="curves to draw, e.g. rollout/reward; may be repeated")
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option(help="print the rollouts of this step; first and last where absent")
+    ] = None,
+    samples: Annotated[int, typer.Option(help="rollouts to print a step")] = 3,
+    png: Annotated[Path | None, typer.Option(help="also write the curves as a PNG file")] = None,
+) -> None:
+    """Print what a run was, its curves, and readable rollouts with prompt, answer, verdict and reward."""
+    from miles_core.rollouts import sampled_steps
+    from miles_core.run import RunDir
+
+    opened = RunDir.open(run)
+    console = Console()
+    curves = read_curves(opened)
+    if not curves:
+        raise RunNotFoundError(f"{run} has no metrics yet", fix="wait for the first step, or look at events.jsonl")
+    chosen = metric or [name for name in ("rollout/reward", "eval/reward", "eval/loss") if name in curves]
+    chosen = chosen or ["train/loss"]
+    for name in chosen:
+        if name not in curves:
+            raise RunNotFoundError(f"{run} has no metric {name!r}", fix="choose one of " + ", ".join(sorted(curves)))
+        console.print(Text(draw(name, curves[name])))
+    steps = sampled_steps(opened.path / "rollouts")
+    wanted = [step] if step is not None else sorted({*steps[:1], *steps[-1:]})
+    for one in wanted:
+        _print_samples(console, opened, one, samples)
+    if png is not None:
+        write_png(png, {name: curves[name] for name in chosen})
+        console.print(f"curve: {png}")
+
+
+def read_curves(run: RunDir) -> dict[str, Curve]:
+    """Metric name -> (step, value); a step that was run again after a resume keeps its last value."""
+    curves: dict[str, dict[int, float]] = {}
+    for line in run.metrics():
+        for name, value in line.items():
+            if isinstance(value, dict) and value.get("value") is not None:
+                curves.setdefault(name, {})[line["step"]] = float(value["value"])
+    return {name: sorted(points.items()) for name, points in curves.items()}
+
+
+def draw(name: str, curve: Curve, width: int = WIDTH, height: int = HEIGHT) -> str:
+    """The curve in braille dots with its first, last and extreme values."""
+    steps, values = [s for s, _ in curve], [v for _, v in curve]
+    low, high = min(values), max(values)
+    span, reach = (high - low) or 1.0, (steps[-1] - steps[0]) or 1
+    rows = [[0] * width for _ in range(height)]
+    for step, value in curve:
+        x = round((step - steps[0]) / reach * (2 * width - 1))
+        y = round((high - value) / span * (4 * height - 1))
+        rows[y // 4][x // 2] |= (0x01, 0x08, 0x02, 0x10, 0x04, 0x20, 0x40, 0x80)[(y % 4) * 2 + x % 2]
+    lines = [f"{name}: {values[0]:.3f} -> {values[-1]:.3f}, step {steps[0]} to {steps[-1]}"]
+    for index, row in enumerate(rows):
+        label = f"{high:8.3f}" if index == 0 else f"{low:8.3f}" if index == height - 1 else " " * 8
+        lines.append(f"{label} |" + "".join(chr(0x2800 + dots) for dots in row))
+    return "\n".join(lines)
+
+
+def _print_samples(console: Console, run: RunDir, step: int, count: int) -> None:
+    from miles_core.rollouts import read_samples
+
+    lines = list(read_samples(run.path / "rollouts", "train", step))
+    if not lines:
+        raise RunNotFoundError(f"{run.path} has no rollouts of step {step}", fix="leave out --step to see which it has")
+    console.print(f"\nrollouts of step {step}")
+    for line in lines[:count]:
+        console.print(Panel(Text(describe(line)), title=line["episode"], title_align="left"))
+
+
+def describe(line: dict[str, Any]) -> str:
+    """One episode as text: prompt, answers, verdict, lengths, and why the reward was what it was."""
+    rows = [f"prompt    {line['prompt']}"]
+    rows += [f"answer    {turn}" for turns in line["turns"] for turn in turns]
+    if line["expected"] is not None:
+        rows.append(f"expected  {line['expected']}")
+    rows += [f"{key:9} {value}" for key, value in line["info"].items()]
+    rows += [f"{'+ ' + key:9} {value}" for key, value in line["components"].items()]
+    reward = "none" if line["reward"] is None else f"{line['reward']:g}"
+    detail = f"{line['status']}, {'/'.join(line['finish'])}, {sum(line['tokens'])} tokens"
+    rows.append(f"reward    {reward} ({detail}; sampled by {', '.join(line['versions']) or 'nobody'})")
+    if line["error"]:
+        rows.append(f"error     {line['error']}")
+    return "\n".join(rows)
+
+
+def write_png(path: Path, curves: dict[str, Curve]) -> None:
+    """Draw the curves one under another with matplotlib (extra `plot`)."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtraError("a PNG needs matplotlib", fix="pip install 'miles-core[plot]'") from error
+    figure = Figure(figsize=(7, 2.6 * len(curves)), layout="constrained")
+    axes = list(figure.subplots(len(curves), 1, squeeze=False)[:, 0])
+    for ax, (name, curve) in zip(axes, curves.items(), strict=True):
+        ax.plot([s for s, _ in curve], [v for _, v in curve], linewidth=1.2)
+        ax.set_ylabel(name)
+        ax.grid(alpha=0.3)
+    axes[-1].set_xlabel("step")
+    figure.savefig(path, dpi=130)

@@ -1,0 +1,74 @@
+"""Readable samples of what was trained on: `rollouts/step_NNNNNN.jsonl`, a bounded number of groups a step.
+
+One line an episode, written once the step has trained. They are for people (`miles show`); the journal is the record.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from miles_core.records import Episode, Group, Message, Origin, Trajectory
+
+GROUPS_A_STEP = 2
+EPISODES_A_GROUP = 4
+
+
+def write_samples(folder: Path, side: str, step: int, groups: Sequence[Group], text: Callable[[Any], str]) -> None:
+    """Write the first groups of a step. `side` is `train` or `eval`; `text` decodes sampled ids."""
+    lines = []
+    for group in groups[:GROUPS_A_STEP]:
+        lines += [_line(group, episode, text) for episode in group.episodes[:EPISODES_A_GROUP]]
+    name = f"step_{step:06d}.jsonl" if side == "train" else f"{side}_{step:06d}.jsonl"
+    body = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    (folder / name).write_text(body, encoding="utf-8")
+
+
+def _line(group: Group, episode: Episode, text: Callable[[Any], str]) -> dict[str, Any]:
+    prompt = group.task.prompt
+    return {
+        "v": 1,
+        "policy": group.policy,
+        "episode": episode.id,
+        "prompt": prompt if isinstance(prompt, str) else _chat(prompt),
+        "expected": group.task.answer,
+        "turns": [_turns(trajectory, text) for trajectory in episode.trajectories],
+        "reward": episode.reward,
+        "components": dict(episode.components),
+        "info": dict(episode.info),
+        "status": episode.status.value,
+        "error": episode.error,
+        "finish": [t.finish.value for t in episode.trajectories],
+        "tokens": [t.length for t in episode.trajectories],
+        "versions": sorted({str(s.version) for t in episode.trajectories for s in t.spans}),
+    }
+
+
+def _chat(messages: tuple[Message, ...]) -> str:
+    return "\n".join(f"{m.role}: {m.content}" for m in messages)
+
+
+def _turns(trajectory: Trajectory, text: Callable[[Any], str]) -> list[str]:
+    """What the model (or the demonstration) wrote, one string a contiguous turn."""
+    origin = np.asarray(trajectory.columns["origin"])
+    written = (origin == Origin.SAMPLED) | (origin == Origin.DEMONSTRATION)
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], written.astype(np.int8), [0]])))
+    tokens = np.asarray(trajectory.columns["tokens"])
+    return [text(tokens[start:end].tolist()) for start, end in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def read_samples(folder: Path, side: str, step: int) -> Iterator[dict[str, Any]]:
+    """Lines of one step; nothing where that step wrote none."""
+    name = f"step_{step:06d}.jsonl" if side == "train" else f"{side}_{step:06d}.jsonl"
+    file = folder / name
+    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
+        yield json.loads(line)
+
+
+def sampled_steps(folder: Path) -> list[int]:
+    """Steps that have training samples, ascending."""
+    return sorted(int(p.stem.removeprefix("step_")) for p in folder.glob("step_*.jsonl"))

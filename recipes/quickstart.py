@@ -1,0 +1,72 @@
+"""The quickstart: warm a tiny model up (once), then let GRPO teach it to sort digits, and show what happened.
+
+`make quickstart` calls it. The two runs are ordinary run files; each line below is what you would type yourself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+MILES = str(Path(sys.executable).with_name("miles"))
+
+
+def miles(*arguments: str) -> None:
+    """Run one `miles` command where the user can see it; stop with its exit code."""
+    print(f"\n$ miles {' '.join(arguments)}", flush=True)
+    done = subprocess.run([MILES, *arguments])
+    if done.returncode:
+        sys.exit(done.returncode)
+
+
+def free_name(runs: Path, name: str) -> str:
+    """`name`, or `name-2`, `name-3`, … : the first that has no directory yet."""
+    number = 1
+    while (runs / (name if number == 1 else f"{name}-{number}")).exists():
+        number += 1
+    return name if number == 1 else f"{name}-{number}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="where runs lie")
+    options = parser.parse_args()
+    seed, runs = options.seed, options.runs
+
+    warmup = runs / ("warmup" if seed == 7 else f"warmup-seed{seed}")
+    if (warmup / "checkpoints").is_dir() and any(warmup.glob("checkpoints/*/COMMIT")):
+        print(f"reusing the warm-up in {warmup}")
+    else:
+        resume = ["--resume"] if warmup.exists() else []
+        miles("run", str(HERE / "warmup.yaml"), f"run.dir={warmup}", f"run.seed={seed}", *resume)
+
+    name = free_name(runs, "quickstart" if seed == 7 else f"quickstart-seed{seed}")
+    run = runs / name
+    miles(
+        "run",
+        str(HERE / "quickstart.yaml"),
+        f"model.source={warmup}",
+        f"run.dir={run}",
+        f"run.name={name}",
+        f"run.seed={seed}",
+    )
+    miles("show", str(run), "--png", str(run / "curve.png"))
+    print(f"""
+The run lies in {run} (resolved.yaml: every setting with its origin; metrics.jsonl; checkpoints/; rollouts/).
+
+What to type next:
+  miles show {run} --step 50                       the rollouts of another step
+  miles config show recipes/quickstart.yaml        what the run file means, and where each value comes from
+  miles plan recipes/quickstart.yaml               what would run, and which promises hold
+  miles run recipes/quickstart.yaml run.name=mine optimizer.lr=2e-4 model.source={warmup}
+  miles export {run} exported/                     a Hugging Face folder of the best checkpoint
+  miles plugins                                    what is installed
+Your own data and reward: docs/tutorials/own-data.md""")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Who may import what: judged by what really is in `sys.modules`, and by import-linter's layers."""
+
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("torch", "transformers", "ray", "vllm", "sglang", "megatron")
+
+
+def _loaded(code: str) -> set[str]:
+    script = f"{code}\nimport sys; print(' '.join({{m.split('.')[0] for m in sys.modules}}))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    return set(done.stdout.splitlines()[-1].split())
+
+
+def test_importing_the_core_is_light():
+    assert not _loaded("import miles_core") & {*HEAVY, "omegaconf", "numpy"}
+
+
+def test_listing_plugins_imports_no_plugin_and_nothing_heavy():
+    code = (
+        "import sys; sys.argv = ['miles', 'plugins']\nfrom miles_core.cli import main\n"
+        "try:\n    main()\nexcept SystemExit as stop:\n    assert not stop.code, stop.code"
+    )
+    loaded = _loaded(code)
+    assert not loaded & {*HEAVY, "omegaconf", "numpy"}
+    assert not {name for name in loaded if name.startswith("miles_") and name != "miles_core"}
+
+
+def _plugin_modules() -> list[str]:
+    return sorted({e.value for e in entry_points() if e.group.startswith("miles.") and e.group.endswith(".v1")})
+
+
+@pytest.mark.parametrize("module", _plugin_modules())
+def test_a_plugin_module_imports_nothing_heavy(module):
+    assert not _loaded(f"import {module}") & set(HEAVY)
+
+
+def test_import_linter_names_every_package():
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    packages = {p.name for p in ROOT.glob("plugins/*/*/src/*") if (p / "__init__.py").exists()}
+    assert set(config["root_packages"]) == {"miles_core", *packages}
+
+
+def test_import_rules_hold():
+    lint = Path(sys.executable).with_name("lint-imports")
+    done = subprocess.run([lint], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-4000:]

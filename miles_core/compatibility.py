@@ -1,0 +1,288 @@
+"""Do the chosen plugins fit together, and are they still the same? Gate D, capabilities, and the plugin lock."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from miles_core import __version__
+from miles_core.contracts import backend, engine, environment, extension, launcher, learning, model, rendering, weights
+from miles_core.discovery import CORE, Catalogue, Loaded, close
+from miles_core.errors import CapabilityError, LockError, MilesError, PluginContractError
+from miles_core.provider import Place
+
+if TYPE_CHECKING:
+    from miles_core.config.schema import Part, RunFile
+
+_C, _S, _T, _E = Place.CONTROLLER, Place.SAMPLER, Place.TRAINER, Place.ENGINE
+
+#: The Protocol of each (kind, place). A preset's product is a tree, an extension's has optional methods: both below.
+PROTOCOLS: dict[tuple[str, Place], type] = {
+    **{("rollout", place): engine.Engine for place in (_C, _S)},
+    ("backend", _T): backend.Backend,
+    ("sync", _C): weights.Transport,
+    ("sync", _T): weights.Sender,
+    ("sync", _E): weights.Link,
+    **{("env", place): environment.Environment for place in (_C, _S)},
+    **{("scorer", place): environment.Scorer for place in (_C, _S)},
+    ("launcher", _C): launcher.Launcher,
+    ("tracker", _C): launcher.Tracker,
+    ("stage", _C): learning.Stage,
+    ("term", _T): learning.Term,
+    ("filter", _C): learning.Filter,
+    ("model", _T): model.ModelAdapter,
+    ("model", _C): model.ModelResolver,
+    **{("tokenizer", place): rendering.Tokenizer for place in (_C, _S)},
+    **{("renderer", place): rendering.Renderer for place in (_C, _S)},
+    **{("extension", place): extension.Extension for place in Place},
+}
+
+
+def check_product(loaded: Loaded, place: Place, product: Any) -> None:
+    """Gate D: what `build` returned keeps the Protocol of (kind, place). Raises `PluginContractError`."""
+    if loaded.kind == "algorithm":
+        if not isinstance(product, Mapping):
+            raise PluginContractError(
+                f"{loaded} built a {type(product).__name__}; a preset builds a tree of `algorithm` fields",
+                fix="return a dict such as {'loss': {'use': 'clip'}}",
+            )
+        return
+    protocol = PROTOCOLS.get((loaded.kind, place))
+    if protocol is None:
+        places = ", ".join(p.value for kind, p in PROTOCOLS if kind == loaded.kind)
+        raise PluginContractError(
+            f"{loaded} was built at place {place.value!r}; a {loaded.kind} plugin is built at: {places}",
+            fix="build it at one of these places",
+        )
+    wrong = [*_missing(protocol, product), *_narrow(protocol, product)]
+    if loaded.kind == "extension":
+        wrong += _unknown_methods(product)
+    if wrong:
+        raise PluginContractError(
+            f"{loaded} built a {type(product).__name__} at place {place.value!r}, which is no "
+            f"{protocol.__module__}.{protocol.__name__}: {'; '.join(wrong)}",
+            fix=f"run `miles conformance {loaded.kind}:{loaded.provider.name}` and give what is missing",
+        )
+
+
+@cache
+def members(protocol: type) -> tuple[str, ...]:
+    """Attributes and methods that a Protocol asks for, inherited ones too."""
+    names: dict[str, None] = {}
+    for base in reversed(protocol.__mro__):
+        if base is not protocol and base in (object, Protocol) or not getattr(base, "_is_protocol", False):
+            continue
+        own = [*base.__dict__.get("__annotations__", {}), *base.__dict__]
+        names |= dict.fromkeys(n for n in own if n == "__call__" or not n.startswith("_"))
+    return tuple(names)
+
+
+def _missing(protocol: type, product: Any) -> Iterator[str]:
+    for name in members(protocol):
+        asked = getattr(protocol, name, None)
+        found = getattr(product, name, None)
+        if not hasattr(product, name):
+            yield f"{name}{'()' if callable(asked) else ''} is missing"
+        elif callable(asked) and not callable(found):
+            yield f"{name} is a {type(found).__name__}, not a method"
+
+
+def _narrow(protocol: type, product: Any) -> Iterator[str]:
+    """Methods that cannot be called the way their Protocol says."""
+    for name in members(protocol):
+        asked, found = getattr(protocol, name, None), getattr(product, name, None)
+        if not inspect.isfunction(asked) or not callable(found):
+            continue
+        wanted = [p for p in inspect.signature(asked).parameters.values() if p.name != "self"]
+        plain = [p for p in wanted if p.kind is p.POSITIONAL_OR_KEYWORD]
+        only = {p.name: None for p in wanted if p.kind is p.KEYWORD_ONLY}
+        try:
+            signature = inspect.signature(found)
+        except (TypeError, ValueError):  # some builtins have none
+            continue
+        try:
+            signature.bind(*plain, **only)
+        except TypeError as error:
+            yield f"{name}{signature} cannot be called as {name}({', '.join(p.name for p in wanted)}): {error}"
+
+
+def _unknown_methods(product: Any) -> Iterator[str]:
+    known = extension.EXTENSION_METHODS
+    for name in dir(product):
+        if not name.startswith("_") and name not in (*known, "name", "columns") and callable(getattr(product, name)):
+            similar = close(name, known)
+            yield f"{name}() is no method of an extension" + (f" ({similar}?)" if similar else "")
+
+
+# --- capabilities ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One requirement and who meets it: a line of the capability table."""
+
+    asked_by: str
+    capability: str
+    offered_by: tuple[str, ...]
+    met: bool
+
+
+def capability_rows(run_file: RunFile, catalogue: Catalogue) -> tuple[Row, ...]:
+    """Every requirement of the run, met or not.
+
+    A capability of engines counts as offered only where every engine offers it, because any of them may be asked.
+    Any other plugin of the run may offer it alone. Core asks too: for `logprobs` of what it samples to train on, and
+    for the pause that `schedule.on_update` names where requests may be in flight when weights change.
+    """
+    engines = [(_label(p), _offered(p, catalogue)) for p in run_file.engines.values()]
+    others = [(_label(p), _offered(p, catalogue)) for p in _built(run_file) if p.kind != "rollout"]
+    rows = []
+    for asked_by, capability in _requirements(run_file, catalogue):
+        by_engines = [label for label, offers in engines if capability in offers and label != asked_by]
+        by_others = [label for label, offers in others if capability in offers and label != asked_by]
+        rivals = [label for label, _ in engines if label != asked_by]
+        met = bool(by_others) or (bool(rivals) and len(by_engines) == len(rivals))
+        offered_by = (*by_engines, *by_others)
+        rows.append(Row(asked_by=asked_by, capability=capability, offered_by=offered_by, met=met))
+    return tuple(rows)
+
+
+def match_capabilities(run_file: RunFile, catalogue: Catalogue) -> tuple[Row, ...]:
+    """The rows of `capability_rows`; a `CapabilityError` for the first that is not met, naming both sides, what the
+    counterparts offer, and the installed plugins that would fit."""
+    rows = capability_rows(run_file, catalogue)
+    for row in rows:
+        if row.met:
+            continue
+        counterparts = [p for p in _built(run_file) if _offered(p, catalogue) and _label(p) != row.asked_by]
+        found = "; ".join(f"{_label(p)} offers {', '.join(sorted(_offered(p, catalogue)))}" for p in counterparts)
+        fitting = [f"{e.kind} {e.name!r} ({e.distribution})" for e in _offering(row.capability, catalogue)]
+        raise CapabilityError(
+            f"{row.asked_by} needs {row.capability!r}, and "
+            + (f"only {', '.join(row.offered_by)} offers it; " if row.offered_by else "nothing in the run offers it; ")
+            + (found or "no part offers anything"),
+            fix=f"use one of: {', '.join(fitting)}"
+            if fitting
+            else f"no installed plugin offers it; choose something else than {row.asked_by}",
+        )
+    return rows
+
+
+def _built(run_file: RunFile) -> list[Part]:
+    """Parts that will exist: a term whose coefficient is 0 is not built."""
+    return [p for p in run_file.parts() if getattr(p.core, "coef", 1.0) != 0]
+
+
+def _label(part: Part) -> str:
+    return f"{part.kind} {part.name!r}" + ("" if part.name == part.use else f" ({part.use})")
+
+
+def _offered(part: Part, catalogue: Catalogue) -> frozenset[str]:
+    return catalogue.load(part.kind, part.use).provider.offered(part.options)
+
+
+def _requirements(run_file: RunFile, catalogue: Catalogue) -> Iterator[tuple[str, str]]:
+    for part in _built(run_file):
+        for capability in sorted(catalogue.load(part.kind, part.use).provider.required(part.options)):
+            yield _label(part), capability
+    for policy in run_file.policies.values():
+        if policy.algorithm.keys.episodes == "sampled":
+            yield f"algorithm of policy {policy.name!r}", "logprobs"
+            if policy.schedule.max_staleness > 0:
+                yield f"schedule.on_update of policy {policy.name!r}", f"pause.{policy.schedule.on_update.value}"
+    for part in run_file.engines.values():
+        if part.core.top_p < 1 or part.core.top_k is not None:
+            yield f"top_p/top_k of {_label(part)}, to train on what it samples,", "keep_ids"
+
+
+def _offering(capability: str, catalogue: Catalogue) -> Iterator[Any]:
+    """Installed plugins that offer it in their default config. Loads them: only on the way to an error."""
+    for entry in catalogue.entries():
+        try:
+            provider = catalogue.load(entry.kind, entry.name).provider
+            if capability in provider.offered(provider.config()):
+                yield entry
+        except (MilesError, TypeError, ValueError):  # broken, or without a default config: no advice from it
+            continue
+
+
+# --- the lock --------------------------------------------------------------------------------------------------------
+
+
+def tree_hash(modules: Iterable[str]) -> str:
+    """SHA-256 over the files of the top packages of `modules`: relative path and content, sorted, no bytecode.
+
+    An unimportable or vanished module counts as absent. Imports nothing but namespace packages.
+    """
+    digest = hashlib.sha256()
+    for root in sorted({root for module in modules for root in [_root(module)] if root}):
+        files = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.is_file())
+        for file in files:
+            if file.suffix in (".pyc", ".pyo") or "__pycache__" in file.parts:
+                continue
+            name = f"{root.name}/{file.relative_to(root).as_posix()}" if file != root else root.name
+            digest.update(f"{name}\0{hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+def _root(module: str) -> Path | None:
+    names = module.partition(":")[0].split(".")
+    for depth in range(1, len(names) + 1):
+        try:
+            spec = importlib.util.find_spec(".".join(names[:depth]))
+        except (ImportError, ValueError):
+            return None
+        if spec is None:
+            return None
+        if spec.origin is not None:  # a namespace package has none: look one level deeper
+            origin = Path(spec.origin)
+            return origin.parent if spec.submodule_search_locations is not None else origin
+    return None
+
+
+def distribution_hash(distribution: str, catalogue: Catalogue) -> str:
+    """`tree_hash` of all plugin modules of a distribution; of `miles_core` for core itself."""
+    if distribution == CORE:
+        return tree_hash(["miles_core"])
+    return tree_hash(e.module for e in catalogue.entries() if e.distribution == distribution)
+
+
+def plugin_lock(parts: Iterable[Part], catalogue: Catalogue) -> dict[str, Any]:
+    """`{"format": 1, "distributions": {name: {"version", "sha256"}}}` of core and of what offers `parts`."""
+    versions = {CORE: __version__}
+    for part in parts:
+        entry = catalogue.find(part.kind, part.use)
+        versions.setdefault(entry.distribution, entry.version)
+    rows = {
+        name: {"version": versions[name], "sha256": distribution_hash(name, catalogue)} for name in sorted(versions)
+    }
+    return {"format": 1, "distributions": rows}
+
+
+def check_lock(lock: Mapping[str, Any], catalogue: Catalogue) -> None:
+    """Raise `LockError` with every difference between `lock` and what is installed here."""
+    if lock.get("format") != 1:
+        raise LockError(
+            f"the plugin lock has format {lock.get('format')!r}; miles-core {__version__} reads format 1",
+            fix="use the miles-core that wrote it",
+        )
+    installed = {CORE: __version__} | {e.distribution: e.version for e in catalogue.entries() if e.distribution != CORE}
+    wrong = []
+    for name, locked in lock["distributions"].items():
+        if name not in installed:
+            wrong.append(f"{name} {locked['version']} is not installed")
+        elif installed[name] != locked["version"]:
+            wrong.append(f"{name} is {installed[name]}, locked {locked['version']}")
+        elif (found := distribution_hash(name, catalogue)) != locked["sha256"]:
+            wrong.append(f"{name} {locked['version']} has other files ({found[:12]}, locked {locked['sha256'][:12]})")
+    if wrong:
+        raise LockError(
+            f"what is installed differs from the plugin lock: {'; '.join(wrong)}",
+            fix="install what the lock names, or start a new run",
+        )

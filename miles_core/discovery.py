@@ -1,0 +1,338 @@
+"""Find plugins by metadata, load one by name.
+
+Scanning reads `entry_points.txt` and `METADATA` of installed distributions and imports no plugin. `Catalogue.load`
+imports the one module that a name stands for, registers it once in our plugin manager, and judges it on the way:
+group major and core range (from metadata), import, hook signatures, entry-point name against providers. A broken plugin
+that nobody names never fails a run: it is a row in `miles plugins`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.metadata
+import re
+import sys
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, is_dataclass
+from types import ModuleType
+from typing import Any
+
+import pluggy
+
+from miles_core import API_VERSIONS, PROJECT, __version__, hookspecs
+from miles_core.errors import (
+    AmbiguousPluginError,
+    IncompatiblePluginError,
+    PluginContractError,
+    PluginLoadError,
+    UnknownPluginError,
+)
+from miles_core.provider import Provider
+
+CORE = "miles-core"
+_GROUP = re.compile(r"miles\.([a-z_]+)\.v(\d+)")
+
+#: Distributions of this repository, for the `pip install` line of an unknown name.
+OURS = {
+    "miles-rollout-local": ("rollout:local",),
+    "miles-backend-fsdp": ("backend:fsdp", "model:causal-lm"),
+    "miles-sync-bucketed": ("sync:bucketed",),
+    "miles-algo-grpo": (
+        *("algorithm:grpo", "algorithm:dr_grpo", "algorithm:rloo", "stage:group", "stage:leave_one_out"),
+        *("term:clip", "term:reinforce", "term:kl", "term:entropy"),
+    ),
+    "miles-algo-sft": ("algorithm:sft", "term:sft"),
+    "miles-env-arithmetic": ("env:arithmetic",),
+    "miles-env-jsonl": ("env:jsonl",),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One entry point of a plugin, as its metadata says it. `requires_core` is its range of miles-core, "" if none."""
+
+    kind: str
+    name: str
+    major: int
+    module: str
+    distribution: str
+    version: str
+    summary: str = ""
+    requires_core: str = ""
+    extras: tuple[tuple[str, str], ...] = ()  # (extra, requirement's name)
+
+    def __str__(self) -> str:
+        return f"{self.kind} plugin {self.name!r} ({self.distribution} {self.version})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """A plugin that passed gates A to C."""
+
+    provider: Provider[Any, Any]
+    distribution: str
+    version: str
+    kind: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} plugin {self.provider.name!r} ({self.distribution} {self.version})"
+
+
+def close(name: str, choices: Iterable[str]) -> str:
+    """The most similar of `choices`, or an empty string."""
+    return next(iter(difflib.get_close_matches(name, list(choices), 1, 0.55)), "")
+
+
+def scan() -> Catalogue:
+    """The catalogue of this process's `sys.path`, read once."""
+    global _scanned
+    with _lock:
+        if _scanned is None:
+            _scanned = Catalogue.read()
+        return _scanned
+
+
+_scanned: Catalogue | None = None
+_lock = threading.RLock()
+
+
+@dataclass
+class Catalogue:
+    """All entries, and what was loaded of them. `pm` knows loaded modules only; observers are called through it."""
+
+    every: tuple[Entry, ...]
+    core_version: str = __version__
+    pm: pluggy.PluginManager = field(default_factory=lambda: _manager())
+    _loaded: dict[tuple[str, str], Loaded] = field(default_factory=dict)
+
+    @staticmethod
+    def read(path: Sequence[str] | None = None) -> Catalogue:
+        """Scan the distributions on `path` (default `sys.path`). A distribution found twice counts where first met."""
+        entries: list[Entry] = []
+        seen: set[str] = set()
+        found = importlib.metadata.distributions(path=list(sys.path if path is None else path))
+        for dist in found:
+            text = dist.read_text("entry_points.txt")
+            if not text or "[miles." not in text:
+                continue
+            meta = dist.metadata
+            name = re.sub(r"[-_.]+", "-", meta["Name"]).lower()
+            if name in seen:
+                continue
+            seen.add(name)
+            requires = meta.get_all("Requires-Dist") or []
+            for point in dist.entry_points:
+                group = _GROUP.fullmatch(point.group)
+                if group:
+                    entries.append(
+                        Entry(
+                            kind=group[1],
+                            name=point.name,
+                            major=int(group[2]),
+                            module=point.value,
+                            distribution=name,
+                            version=meta["Version"],
+                            summary=meta["Summary"] or "",
+                            requires_core=_core_range(requires),
+                            extras=_extras(requires),
+                        )
+                    )
+        return Catalogue(tuple(sorted(entries, key=lambda e: (e.kind, e.name, e.distribution, -e.major))))
+
+    def entries(self, kind: str | None = None) -> tuple[Entry, ...]:
+        """Entries of one kind, or all, by kind and name."""
+        return tuple(e for e in self.every if kind in (None, e.kind))
+
+    def names(self, kind: str) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(e.name for e in self.entries(kind)))
+
+    def state(self, entry: Entry) -> str:
+        """`fits`, or why `load` would refuse, from metadata alone."""
+        if entry.kind not in API_VERSIONS:
+            return "unknown kind"
+        if entry.major != API_VERSIONS[entry.kind]:
+            return f"API v{entry.major}, core speaks v{API_VERSIONS[entry.kind]}"
+        if not self._in_range(entry):
+            return f"needs miles-core{entry.requires_core}"
+        rivals = {e.distribution for e in self.entries(entry.kind) if (e.name, e.major) == (entry.name, entry.major)}
+        return "fits" if len(rivals) == 1 else f"name clash: {', '.join(sorted(rivals))}"
+
+    def find(self, kind: str, name: str) -> Entry:
+        """The entry that `name` stands for, judged by metadata only (unknown, ambiguous, gates A and B)."""
+        named = [e for e in self.entries(kind) if e.name == name]
+        if not named:
+            raise self._unknown(kind, name)
+        ours = API_VERSIONS[kind]
+        fitting = [e for e in named if e.major == ours]
+        if not fitting:
+            entry = named[0]
+            raise IncompatiblePluginError(
+                f"{entry} targets {kind} API v{entry.major}; miles-core {self.core_version} speaks v{ours}",
+                fix=f"install a release of {entry.distribution} for {kind} API v{ours}"
+                + (f", or upgrade {CORE}" if entry.major > ours else ""),
+            )
+        if len({e.distribution for e in fitting}) > 1:
+            both = " and ".join(f"{e.distribution} {e.version}" for e in fitting)
+            raise AmbiguousPluginError(
+                f"two distributions offer the {kind} plugin {name!r}: {both}",
+                fix=f"uninstall one of them, e.g. pip uninstall {fitting[-1].distribution}",
+            )
+        entry = fitting[0]
+        if not self._in_range(entry):
+            raise IncompatiblePluginError(
+                f"{entry} needs miles-core{entry.requires_core}; miles-core {self.core_version} is installed",
+                fix=f"pip install 'miles-core{entry.requires_core}', or install a release of {entry.distribution} "
+                f"that takes miles-core {self.core_version}",
+            )
+        return entry
+
+    def load(self, kind: str, name: str) -> Loaded:
+        """Import the module that offers `name`, and nothing else.
+
+        Raises `UnknownPluginError`, `AmbiguousPluginError`, `IncompatiblePluginError` (gates A and B),
+        `PluginLoadError` (cause chained), `PluginContractError` (gate C).
+        """
+        with _lock:
+            if (kind, name) not in self._loaded:
+                entry = self.find(kind, name)
+                offered = self._providers(entry, self._register(entry))
+                if name not in offered:
+                    raise PluginContractError(
+                        f"{entry}: its entry point is named {name!r}, but miles_{kind}() of {entry.module} offers "
+                        f"{', '.join(map(repr, offered)) or 'nothing'}",
+                        fix="name the entry point like Provider.name, one entry point for each provider",
+                    )
+                self._loaded[kind, name] = Loaded(
+                    provider=offered[name], distribution=entry.distribution, version=entry.version, kind=kind
+                )
+            return self._loaded[kind, name]
+
+    def _register(self, entry: Entry) -> ModuleType:
+        try:
+            module = importlib.import_module(entry.module)
+        except (Exception, SystemExit) as error:
+            raise PluginLoadError(
+                f"{entry} cannot be imported: {type(error).__name__}: {error}", fix=_install_line(entry, error)
+            ) from error
+        if self.pm.is_registered(module):
+            return module
+        try:
+            self.pm.register(module, name=f"{entry.distribution}:{entry.module}")
+            self.pm.check_pending()
+        except pluggy.PluginValidationError as error:
+            self.pm.unregister(module)
+            raise PluginContractError(
+                f"{entry} breaks the hook contract: {_reason(error)}", fix=_hook_fix(error)
+            ) from (error)
+        return module
+
+    def _providers(self, entry: Entry, module: ModuleType) -> dict[str, Provider[Any, Any]]:
+        offered: dict[str, Provider[Any, Any]] = {}
+        for impl in getattr(self.pm.hook, f"miles_{entry.kind}").get_hookimpls():
+            if impl.plugin is not module:
+                continue
+            try:
+                given = impl.function()
+            except Exception as error:
+                raise PluginContractError(
+                    f"{entry}: miles_{entry.kind}() raised {type(error).__name__}: {error}",
+                    fix="a hook only describes; move what can fail into `build`",
+                ) from error
+            for provider in given if isinstance(given, list | tuple) else [given]:
+                if not isinstance(provider, Provider):
+                    found, fix = f"a {type(provider).__name__}", "return a Provider, or a list of them"
+                elif not (isinstance(provider.config, type) and is_dataclass(provider.config)):
+                    found, fix = f"{provider.name!r} with config {provider.config!r}", "make config a dataclass type"
+                elif provider.name in offered:
+                    found, fix = f"two providers named {provider.name!r}", "give every provider a name of its own"
+                else:
+                    offered[provider.name] = provider
+                    continue
+                raise PluginContractError(f"{entry}: miles_{entry.kind}() offers {found}", fix=fix)
+        return offered
+
+    def _in_range(self, entry: Entry) -> bool:
+        if not entry.requires_core or entry.distribution == CORE:
+            return True
+        from packaging.specifiers import SpecifierSet
+
+        return SpecifierSet(entry.requires_core).contains(self.core_version, prereleases=True)
+
+    def _unknown(self, kind: str, name: str) -> UnknownPluginError:
+        names = self.names(kind)
+        rows = {e.name: f"{e.name} ({e.distribution} {e.version})" for e in reversed(self.entries(kind))}
+        installed = ", ".join(rows[n] for n in names) or "none"
+        ours = next((dist for dist, offers in OURS.items() if f"{kind}:{name}" in offers), "")
+        elsewhere = [e for e in self.every if e.name == name]
+        if ours:
+            fix = f"pip install {ours}"
+        elif similar := close(name, names):
+            fix = f"write {similar!r}, if that was meant"
+        elif elsewhere:
+            fix = f"{name!r} is of kind {elsewhere[0].kind}; name a {kind} plugin here"
+        else:
+            fix = f"install the distribution that offers it, or use one of: {', '.join(names) or 'none is installed'}"
+        return UnknownPluginError(f"no {kind} plugin is named {name!r}; installed: {installed}", fix=fix)
+
+
+def _manager() -> pluggy.PluginManager:
+    manager = pluggy.PluginManager(PROJECT)
+    manager.add_hookspecs(hookspecs)
+    return manager
+
+
+def _requirements(requires: Iterable[str]) -> Iterable[tuple[str, str, str]]:
+    """(normalised name, specifier, extra) of each `Requires-Dist` line, without importing `packaging.requirements`."""
+    for line in requires:
+        spec, _, marker = line.partition(";")
+        parts = re.match(r"\s*([\w.-]+)\s*(?:\[[^\]]*\])?\s*\(?([^)]*)\)?", spec)
+        extra = re.search(r"""extra\s*==\s*['"]([^'"]+)""", marker)
+        if parts:
+            yield re.sub(r"[-_.]+", "-", parts[1]).lower(), parts[2].replace(" ", ""), extra[1] if extra else ""
+
+
+def _core_range(requires: Iterable[str]) -> str:
+    return ",".join(spec for name, spec, extra in _requirements(requires) if name == CORE and not extra and spec)
+
+
+def _extras(requires: Iterable[str]) -> tuple[tuple[str, str], ...]:
+    return tuple((extra, name) for name, _, extra in _requirements(requires) if extra)
+
+
+def _install_line(entry: Entry, error: BaseException) -> str:
+    missing = (getattr(error, "name", None) or "").split(".")[0] if isinstance(error, ImportError) else ""
+    if not missing:
+        return f"upgrade or reinstall {entry.distribution}; `--traceback` shows where it failed"
+    extra = next((e for e, requirement in entry.extras if requirement == missing.replace("_", "-").lower()), "")
+    return f"pip install '{entry.distribution}[{extra}]'" if extra else f"pip install what provides {missing!r}"
+
+
+def _reason(error: pluggy.PluginValidationError) -> str:
+    text = str(error)
+    arguments = re.search(r"Argument\(s\) \{(.*?)\}", text)
+    hook = _hook(error)
+    if arguments:
+        return f"{hook} takes {arguments[1]}, which the hook does not give"
+    return f"{hook} is no hook of API v1" if "unknown hook" in text else text.splitlines()[-1]
+
+
+def _hook(error: pluggy.PluginValidationError) -> str:
+    named = re.search(r"hook '(\w+)'", str(error))
+    return named[1] if named else "a hook"
+
+
+def _hook_fix(error: pluggy.PluginValidationError) -> str:
+    import inspect
+
+    hook = _hook(error)
+    spec = getattr(hookspecs, hook, None)
+    if spec is None:
+        similar = close(hook, [n for n in vars(hookspecs) if n.startswith("miles_")])
+        return (
+            f"name it {similar}, if that was meant"
+            if similar
+            else "remove it; miles_core/hookspecs.py lists every hook"
+        )
+    return f"the hook is {hook}({', '.join(inspect.signature(spec).parameters)}); take any of these"

@@ -200,6 +200,7 @@ class SyncKeys:
     """What core owns of `sync`."""
 
     verify: Verify = opt(Verify.live, "weakest evidence that a receipt may rest on")
+    verify_within: int = opt(1, "publications within which every tensor is checked; 1 checks all, always", low=1)
     min_engines: int = opt(1, "engines that must serve a version; below it the run stops", low=1)
     deadline_s: float = opt(600.0, "deadline of one publication", unit="s", low=0.001)
 

@@ -1,0 +1,1 @@
+"""Miles environment `arithmetic`: small procedural tasks with exact verifiers."""

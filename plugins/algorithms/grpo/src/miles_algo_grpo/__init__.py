@@ -1,0 +1,1 @@
+"""Group-relative policy gradients: presets `grpo`, `dr_grpo`, `rloo`, with their stages and terms."""

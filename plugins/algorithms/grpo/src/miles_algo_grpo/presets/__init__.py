@@ -1,0 +1,1 @@
+"""One file per preset: paper, what it resolves to, and where it differs from the paper."""

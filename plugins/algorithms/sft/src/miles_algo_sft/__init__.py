@@ -1,0 +1,1 @@
+"""Supervised fine-tuning: preset and term `sft`."""

@@ -250,6 +250,12 @@ class LateDataError(StoppedError):
     code = "MILES-E801"
 
 
+class TrackerError(StoppedError):
+    """A tracker cannot write what it was told to keep."""
+
+    code = "MILES-E850"
+
+
 # --- runs and commands: E9xx -----------------------------------------------------------------------------------------
 
 

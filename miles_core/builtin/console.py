@@ -1,0 +1,190 @@
+"""Tracker `console`: progress for a person. On a terminal, live bars with reward, loss, tokens a second and lag; in a
+log, one plain line a step. Evaluations and what goes wrong get lines of their own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from miles_core import hookimpl
+from miles_core.config.schema import opt
+from miles_core.provider import BuildContext, Provider
+from miles_core.records import Metric
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+
+#: What a step's line shows: label, the metrics that may hold it (first found), format.
+SHOWN: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("reward", ("rollout/reward",), "{:.3f}"),
+    ("loss", ("train/loss",), "{:.4f}"),
+    ("lag", ("rollout/lag", "train/lag"), "{:.2f}"),
+    ("tokens/s", ("rollout/tokens_per_s", "time/tokens_per_s"), "{:.0f}"),
+    ("step s", ("time/step_s",), "{:.2f}"),
+)
+#: Events that a person should see, and how they read.
+LOUD = {
+    "checkpoint": "checkpoint",
+    "engine_quarantined": "engine out of service",
+    "engine_returned": "engine back in service",
+    "episode_failed": "episode failed",
+    "lease_dropped": "group dropped",
+}
+#: Of one kind of bad news, only so many lines a step; the rest is counted.
+LINES_A_KIND = 3
+
+
+class Style(StrEnum):
+    auto = "auto"
+    live = "live"
+    plain = "plain"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConsoleConfig:
+    style: Style = opt(Style.auto, "`live` bars, `plain` lines, or `auto`: live on a terminal")
+    every: int = opt(1, "plain style: a line every so many steps", unit="steps", low=1)
+
+
+class ConsoleTracker:
+    """Keeps the contract `Tracker`. `groups` is how many groups a step of each policy consumes."""
+
+    def __init__(self, console: Console, groups: Mapping[str, int], *, live: bool, every: int = 1) -> None:
+        self._console = console
+        self._groups = dict(groups)
+        self._live = live
+        self._every = every
+        self._steps = 0
+        self._held: dict[str, tuple[int, dict[str, float]]] = {}  # policy -> its step in the making
+        self._printed: dict[str, int] = {}  # policy -> last step whose line was printed
+        self._finished: dict[str, int] = {}  # policy -> groups finished since its last step
+        self._loud: dict[str, int] = {}
+        self._progress: Progress | None = None
+        self._bars: dict[str, tuple[TaskID, TaskID]] = {}
+        self._began = time.monotonic()
+
+    def start(self, info: Mapping[str, Any]) -> None:
+        self._steps = int(info["steps"])
+        first = int(info.get("first_step") or 0)
+        self._say(f"run {info['name']} in {info['dir']}" + (f", from step {first}" if first else ""))
+        if info.get("summary"):
+            self._say(str(info["summary"]))
+        self._began = time.monotonic()
+        if self._live:
+            self._start_bars(first)
+
+    def metrics(self, step: int, side: str, values: Mapping[str, Metric], policy: str) -> None:
+        found = {
+            name if name.startswith(f"{side}/") else f"{side}/{name}": num / den
+            for name, (num, den) in values.items()
+            if den
+        }
+        if side == "eval":
+            shown = ", ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in sorted(found.items())[:6])
+            self._say(f"{self._whose(policy)}evaluation before step {step}: {shown or 'nothing rewarded'}")
+            return
+        held_step, held = self._held.get(policy, (step, {}))
+        if held_step != step:
+            self._line(policy)
+            held = {}
+        held.update(found)
+        self._held[policy] = (step, held)
+        if self._progress is not None:
+            _, bar = self._bars[policy]
+            self._progress.update(bar, completed=step + 1, shown=self._shown(held))
+        # `time` comes last of a step's sides where there is one; else the next step, or the end, prints the line.
+        if side == "time":
+            self._line(policy)
+
+    def event(self, kind: str, fields: Mapping[str, Any]) -> None:
+        policy = str(fields.get("policy", next(iter(self._groups), "main")))
+        if kind == "group_finished" and fields.get("split", "train") == "train":
+            self._finished[policy] = self._finished.get(policy, 0) + 1
+            if self._progress is not None and policy in self._bars:
+                self._progress.update(self._bars[policy][0], completed=self._finished[policy])
+        elif kind in LOUD:
+            self._loud[kind] = self._loud.get(kind, 0) + 1
+            if kind == "checkpoint" or self._loud[kind] <= LINES_A_KIND:
+                told = ", ".join(f"{key} {value}" for key, value in fields.items() if key != "policy")
+                self._say(f"{self._whose(policy)}{LOUD[kind]}: {told}")
+
+    def close(self, status: str) -> None:
+        for policy in self._held:
+            self._line(policy)
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+        self._say(f"{status} after {time.monotonic() - self._began:.1f} s")
+
+    def _line(self, policy: str) -> None:
+        """Print the step in the making, once, and begin to count anew."""
+        step, held = self._held[policy]
+        if self._printed.get(policy) == step:
+            return
+        self._printed[policy] = step
+        if not self._live and (step % self._every == 0 or step + 1 == self._steps):
+            self._say(f"{self._whose(policy)}step {step + 1}/{self._steps}  {self._shown(held)}")
+        for kind, count in self._loud.items():
+            if kind != "checkpoint" and count > LINES_A_KIND:
+                self._say(f"{LOUD[kind]}: {count - LINES_A_KIND} more")
+        self._loud.clear()
+        # A group may be finished ahead of its step; what is beyond this step's share stays counted.
+        self._finished[policy] = max(0, self._finished.get(policy, 0) - self._groups.get(policy, 0))
+        if self._progress is not None:
+            self._progress.update(self._bars[policy][0], completed=self._finished[policy])
+
+    def _shown(self, held: Mapping[str, float]) -> str:
+        held = dict(held)
+        if "rollout/tokens" in held and held.get("time/step_s"):
+            held.setdefault("rollout/tokens_per_s", held["rollout/tokens"] / held["time/step_s"])
+        parts = []
+        for label, names, form in SHOWN:
+            value = next((held[n] for n in names if n in held), None)
+            if value is not None:
+                parts.append(f"{label} {form.format(value)}")
+        return "  ".join(parts)
+
+    def _whose(self, policy: str) -> str:
+        return f"[{policy}] " if len(self._groups) > 1 else ""
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _start_bars(self, first: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[shown]}", markup=False),
+            console=self._console,
+        )
+        for policy, count in self._groups.items():
+            whose = f"{policy} " if len(self._groups) > 1 else ""
+            groups = self._progress.add_task(f"{whose}groups", total=count, shown="")
+            steps = self._progress.add_task(f"{whose}steps", total=self._steps, completed=first, shown="")
+            self._bars[policy] = (groups, steps)
+        self._progress.start()
+
+
+def _build(config: ConsoleConfig, context: BuildContext) -> ConsoleTracker:
+    from rich.console import Console
+
+    console = Console()
+    live = console.is_terminal if config.style == Style.auto else config.style == Style.live
+    groups = {name: policy.schedule.groups_per_step for name, policy in context.run.policies.items()}
+    return ConsoleTracker(console, groups, live=live, every=config.every)
+
+
+@hookimpl
+def miles_tracker() -> Provider[ConsoleConfig, ConsoleTracker]:
+    return Provider(
+        name="console", config=ConsoleConfig, build=_build, summary="progress bars, or a plain line a step in a log"
+    )

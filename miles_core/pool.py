@@ -1,0 +1,359 @@
+"""The engines of a run as one place to ask for tokens: members, their gate, stickiness, load and quarantine.
+
+Promises: a request runs only on a member whose gate is open for its policy; a member that dies or is quarantined loses
+its requests to others, a bounded number of times, and the reasons are kept; a pause that aborts requests is invisible
+to callers (they go on from the tokens so far); below `min_engines` every call stops with the reasons. The pool moves no
+weights (`publish.py`) and knows nothing of trajectories (`session.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from miles_core.contracts.engine import Completion, Health, PauseMode, Request
+from miles_core.errors import DeadlineError, EngineError, QuorumError
+from miles_core.records import Array, Finish, Span, Version
+from miles_core.weights import ServingGate
+
+if TYPE_CHECKING:
+    from miles_core.contracts.engine import Engine
+
+#: How long a member may take beyond a request's own deadline before the pool gives up on it.
+GRACE_S = 5.0
+#: Sticky sessions that the pool remembers; older ones fall back to least load.
+STICKY_SESSIONS = 65_536
+
+
+@dataclass(slots=True)
+class _Member:
+    """One engine. `held` while it is being given weights; `why` is set while it is quarantined."""
+
+    engine: Engine
+    held: bool = False
+    why: str = ""
+    running: dict[str, asyncio.Task[Any]] = field(default_factory=dict)  # request id -> the task that waits for it
+
+
+class Pool:
+    """Members by name, their serving gate, and `generate`."""
+
+    def __init__(
+        self,
+        engines: Mapping[str, Engine],
+        *,
+        gate: ServingGate | None = None,
+        min_engines: int = 1,
+        attempts: int = 3,
+        health_deadline_s: float = 30.0,
+        on_event: Callable[[str, Mapping[str, Any]], None] | None = None,
+    ) -> None:
+        """`attempts` bounds how often one request is started; `on_event(kind, fields)` hears of quarantine and return.
+
+        In a sampler process the pool holds clients built at `Place.SAMPLER`; its gate follows the controller's through
+        `follow()`.
+        """
+        self.gate = gate or ServingGate()
+        self.min_engines = min_engines
+        self.attempts = attempts
+        self.health_deadline_s = health_deadline_s
+        self.losses = 0  # counts quarantines: connections made before the last one may be stale
+        self.updating = asyncio.Lock()  # one publication at a time, over all policies
+        self._members = {name: _Member(engine) for name, engine in engines.items()}
+        self._sticky: OrderedDict[str, str] = OrderedDict()
+        self._aborted: set[str] = set()
+        self._lost: set[str] = set()  # requests whose member was quarantined under them
+        self._live: dict[str, str] = {}  # request id -> member, or "" while it waits for one
+        self._changed = asyncio.Event()
+        self._on_event = on_event or (lambda kind, fields: None)
+
+    # --- members -----------------------------------------------------------------------------------------------------
+
+    @property
+    def engines(self) -> dict[str, Engine]:
+        return {name: member.engine for name, member in self._members.items()}
+
+    def members(self) -> tuple[str, ...]:
+        """Names of members that are not quarantined."""
+        return tuple(name for name, member in self._members.items() if not member.why)
+
+    def quarantined(self) -> dict[str, str]:
+        """Name -> reason."""
+        return {name: member.why for name, member in self._members.items() if member.why}
+
+    async def start(self, deadline_s: float = 600.0) -> None:
+        """Start every engine at once; the first failure surfaces with its own text."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                await asyncio.gather(*(member.engine.start() for member in self._members.values()))
+        except TimeoutError:
+            raise DeadlineError(
+                f"engines {list(self._members)} did not start within {deadline_s:g} s",
+                fix="see their logs, or allow them more time",
+            ) from None
+
+    async def health(self, name: str) -> Health:
+        """The member's own word; an exception or silence counts as not ok."""
+        try:
+            async with asyncio.timeout(self.health_deadline_s):
+                return await self._members[name].engine.health()
+        except TimeoutError:
+            return Health(ok=False, detail=f"no answer to a health check within {self.health_deadline_s:g} s")
+        except Exception as error:
+            return Health(ok=False, detail=f"health check failed: {error}")
+
+    def quarantine(self, name: str, reason: str) -> None:
+        """Close the member's gate; its requests move to other members. It returns through a full resync only."""
+        member = self._members[name]
+        if not member.why:
+            self._on_event("engine_quarantined", {"engine": name, "reason": reason})
+        self.losses += 1
+        member.why = reason or "no reason given"
+        self.gate.revoke(name)
+        self._drop_requests(member)
+        self._wake()
+
+    def readmit(self, name: str) -> None:
+        """Take a member back, once the gate has admitted its receipt."""
+        member = self._members[name]
+        if member.why:
+            self._on_event("engine_returned", {"engine": name, "was": member.why})
+        member.why = ""
+        self._wake()
+
+    def check_quorum(self) -> None:
+        """Raise `QuorumError` with every reason where fewer than `min_engines` members remain."""
+        remain = self.members()
+        if len(remain) < self.min_engines:
+            reasons = "; ".join(f"{name}: {why}" for name, why in self.quarantined().items())
+            raise QuorumError(
+                f"{len(remain)} of {len(self._members)} engines remain, sync.min_engines is {self.min_engines}"
+                f" ({reasons or 'none was ever there'})",
+                fix="repair the engines and resume the run, or lower sync.min_engines",
+            )
+
+    async def hold(self, name: str, mode: PauseMode) -> None:
+        """Pause a member for an update. Where its requests end (`abort`), they wait here and go on afterwards."""
+        self._members[name].held = True
+        await self._members[name].engine.pause(mode)
+
+    async def release(self, name: str) -> None:
+        """Let a held member sample again."""
+        await self._members[name].engine.resume()
+        self._members[name].held = False
+        self._wake()
+
+    def alias(self, old: Version, new: Version) -> None:
+        """Publish `new`, which holds the weights of `old`; no engine is touched."""
+        self.gate.alias(old, new)
+        self._wake()
+
+    def state(self) -> dict[str, Any]:
+        """Plain data that pools in sampler processes `follow`."""
+        return {"gate": self.gate.state(), "quarantined": self.quarantined()}
+
+    def follow(self, state: Mapping[str, Any]) -> None:
+        """Take over gate and quarantine from the controller's pool; members are matched by name."""
+        self.gate.follow(state["gate"])
+        for name, member in self._members.items():
+            why = state["quarantined"].get(name, "")
+            if why and not member.why:
+                self._drop_requests(member)
+            member.why = why
+        self._wake()
+
+    async def close(self) -> None:
+        """Close every engine, also where one of them fails to; the first failure surfaces."""
+        results = await asyncio.gather(
+            *(member.engine.close() for member in self._members.values()), return_exceptions=True
+        )
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+
+    def _drop_requests(self, member: _Member) -> None:
+        for request_id, task in member.running.items():
+            self._lost.add(request_id)
+            task.cancel()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: Request) -> Completion:
+        """Sample `request` on a member that may serve its policy.
+
+        Spans carry published versions (aliases resolved). Returns with finish `abort` only after `abort()`. Raises
+        `DeadlineError` past `request.deadline_s`, `QuorumError` where too few members remain, and what an engine that
+        is otherwise healthy raised.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + request.deadline_s
+        parts: list[Completion] = []
+        failures: list[str] = []
+        self._live[request.id] = ""
+        try:
+            async with asyncio.timeout_at(deadline + GRACE_S):
+                while True:
+                    name = self._pick(request)
+                    if request.id in self._aborted:
+                        return _joined(request, [*parts, _nothing(request)])
+                    if name is None:
+                        await self._wait(request, deadline)
+                        continue
+                    done = await self._once(name, _rest(request, parts, deadline - loop.time()), failures)
+                    if done is not None:
+                        parts.append(self._named(done))
+                        sampled = sum(_count(part) for part in parts)
+                        ended = done.finish != Finish.ABORT or request.id in self._aborted
+                        if ended or sampled >= request.sampling.max_new_tokens:
+                            return parts[0] if len(parts) == 1 and ended else _joined(request, parts)
+                        if not _count(done) and not self._members[name].held:
+                            failures.append(f"{name}: ended the request without a token and without being asked")
+                    if len(failures) >= self.attempts:
+                        raise EngineError(
+                            f"request {request.id!r} failed {len(failures)} times ({'; '.join(failures)})",
+                            fix="see the engines' logs, then resume the run",
+                        )
+        except TimeoutError:
+            raise self._late(request, failures) from None
+        finally:
+            del self._live[request.id]
+            self._aborted.discard(request.id)
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """End these requests (all where `None`): their `generate` returns what was sampled, with finish `abort`."""
+        ids = [i for i in (self._live if request_ids is None else request_ids) if i in self._live]
+        self._aborted.update(ids)
+        by_member: dict[str, list[str]] = {}
+        for request_id in ids:
+            if self._live[request_id]:
+                by_member.setdefault(self._live[request_id], []).append(request_id)
+        self._wake()
+        await asyncio.gather(*(self._members[name].engine.abort(found) for name, found in by_member.items()))
+
+    def _pick(self, request: Request) -> str | None:
+        """The session's member, else the least loaded one among those with the newest version; `None`: wait."""
+        open_members: dict[str, Version] = {}
+        for name, member in self._members.items():
+            if not member.why and not member.held:
+                version = self.gate.version(name, request.policy)
+                if version is not None:
+                    open_members[name] = version
+        if not open_members:
+            self.check_quorum()
+            return None
+        newest = max(open_members.values())
+        names = [name for name, version in open_members.items() if version == newest]
+        if request.session is None:
+            return min(names, key=lambda name: len(self._members[name].running))
+        sticky = self._sticky.get(request.session)
+        if sticky not in names:
+            sticky = min(names, key=lambda name: len(self._members[name].running))
+        self._sticky[request.session] = sticky
+        self._sticky.move_to_end(request.session)
+        if len(self._sticky) > STICKY_SESSIONS:
+            self._sticky.popitem(last=False)
+        return sticky
+
+    async def _wait(self, request: Request, deadline: float) -> None:
+        changed = self._changed
+        try:
+            async with asyncio.timeout_at(deadline):
+                await changed.wait()
+        except TimeoutError:
+            raise self._late(request, ["no member serves its policy"]) from None
+
+    async def _once(self, name: str, request: Request, failures: list[str]) -> Completion | None:
+        """One call of one member; `None` where the member was lost and the request may start elsewhere."""
+        member = self._members[name]
+        task = asyncio.current_task()
+        assert task is not None
+        member.running[request.id] = task
+        self._live[request.id] = name
+        try:
+            return await member.engine.generate(request)
+        except asyncio.CancelledError:
+            if request.id in self._lost:
+                task.uncancel()
+                failures.append(f"{name}: {member.why}")
+                return None
+            raise
+        except (EngineError, OSError) as error:
+            health = await self.health(name)
+            if health.ok and not isinstance(error, OSError):
+                raise
+            failures.append(f"{name}: {error}")
+            del member.running[request.id]  # this call noticed; quarantine cancels the others
+            self.quarantine(name, f"{error} ({health.detail or 'connection failed'})")
+            self.check_quorum()
+            return None
+        finally:
+            member.running.pop(request.id, None)
+            self._lost.discard(request.id)
+            self._live[request.id] = ""
+
+    def _named(self, completion: Completion) -> Completion:
+        if not any(self.gate.named(span.version) is not span.version for span in completion.spans):
+            return completion
+        spans = tuple(replace(span, version=self.gate.named(span.version)) for span in completion.spans)
+        return replace(completion, spans=spans)
+
+    def _late(self, request: Request, failures: Sequence[str]) -> DeadlineError:
+        why = f" ({'; '.join(failures)})" if failures else ""
+        return DeadlineError(
+            f"request {request.id!r} of policy {request.policy!r} had no answer within {request.deadline_s:g} s{why}",
+            fix="raise schedule.episode_deadline_s, or find out why the engines are slow",
+        )
+
+
+def _rest(request: Request, parts: Sequence[Completion], left_s: float) -> Request:
+    """The request that goes on after `parts`."""
+    if not parts:
+        return request if left_s > 0.99 * request.deadline_s else replace(request, deadline_s=max(left_s, 0.001))
+    before = [] if request.resume is None else [request.resume]
+    tokens = np.concatenate([*before, *(np.asarray(part.columns["tokens"]) for part in parts)]).astype(np.int32)
+    return replace(request, resume=tokens, deadline_s=max(left_s, 0.001))
+
+
+def _count(completion: Completion) -> int:
+    return len(np.asarray(completion.columns["tokens"]))
+
+
+def _nothing(request: Request) -> Completion:
+    empty: dict[str, Array] = {"tokens": np.zeros(0, np.int32), "logprobs": np.zeros(0, np.float32)}
+    if "keep_ids" in request.want:
+        empty |= {"keep_ids": np.zeros(0, np.int32), "keep_counts": np.zeros(0, np.int32)}
+    return Completion(request=request.id, columns=empty, spans=(), finish=Finish.ABORT, engine="")
+
+
+def _joined(request: Request, parts: Sequence[Completion]) -> Completion:
+    """Consecutive completions of one request as one: columns end to end, spans shifted and merged."""
+    spans: list[Span] = []
+    start = 0
+    for part in parts:
+        for span in part.spans:
+            moved = Span(start=span.start + start, end=span.end + start, version=span.version)
+            if spans and spans[-1].end == moved.start and spans[-1].version == moved.version:
+                moved = replace(moved, start=spans.pop().start)
+            spans.append(moved)
+        start += _count(part)
+    names = {name for part in parts for name in part.columns}
+    columns = {
+        name: np.concatenate([np.asarray(part.columns[name]) for part in parts if name in part.columns])
+        for name in names
+    }
+    last = parts[-1]
+    finish = last.finish
+    if finish == Finish.ABORT and start >= request.sampling.max_new_tokens:
+        finish = Finish.LENGTH
+    engine = next((part.engine for part in reversed(parts) if part.engine), "")
+    info = {key: value for part in parts for key, value in part.info.items()}
+    return Completion(request=request.id, columns=columns, spans=tuple(spans), finish=finish, engine=engine, info=info)

@@ -1,0 +1,293 @@
+"""Publishing a version: export, stage, carry, verify, activate; and who is left out when a member fails.
+
+One order of calls for every transport. `connect` whenever membership changed (describe, plan, connect); then
+- `phase: live`: every rank and every link stages; members pause; every rank and every link carries at once; receipts
+  pass the gate; members resume.
+- `phase: staged`: ranks stage; ranks carry while links stage (the bytes travel, members sample on); members pause;
+  links carry (they only swap); receipts pass the gate; members resume.
+
+The first error of any side cancels the other. A member at fault is quarantined and is sent everything again at a later
+publication; the rest is tried again without it. Below `sync.min_engines` the run stops with every reason. No member
+samples between the first byte of a version and the admission of its receipt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from miles_core.contracts.weights import Evidence, Manifest, Receipt
+from miles_core.errors import DeadlineError, WeightError
+from miles_core.records import Version
+
+if TYPE_CHECKING:
+    from miles_core.config.schema import SyncKeys
+    from miles_core.contracts.launcher import Workers
+    from miles_core.contracts.weights import Link, TensorSpec, Transport
+    from miles_core.pool import Pool
+
+#: How long a cancelled side may take to come back.
+CANCEL_GRACE_S = 10.0
+
+OnServing = Callable[[Mapping[str, Any]], Awaitable[None]]
+
+
+class _AtFaultError(Exception):
+    """Members that failed, with their errors; the publication may go on without them."""
+
+    def __init__(self, faults: Mapping[str, BaseException]) -> None:
+        super().__init__(", ".join(faults))
+        self.faults = faults
+
+
+class Publisher:
+    """Publishes the weights of one policy to the members of a pool."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        transport: Transport,
+        links: Mapping[str, Link],
+        trainer: Workers,
+        sync_keys: SyncKeys,
+        on_update: Literal["in_place", "recompute", "abort", "finish"] = "in_place",
+        *,
+        policy: str = "main",
+        on_event: Callable[[str, Mapping[str, Any]], None] | None = None,
+        on_serving: OnServing | None = None,
+    ) -> None:
+        """`links` has one link per engine of `pool`, by name, built for `policy`. `trainer`'s workers have the methods
+        `specs(policy)`, `describe(policy)`, `connect(policy, plan)`, `stage(version)` and `carry(version)`.
+
+        `on_serving(state)` is awaited after each publication with what pools in sampler processes `follow`.
+        Runs with several policies make one publisher each, over one pool, and hand them out through `Publishers`.
+        """
+        self.pool = pool
+        self.policy = policy
+        self._transport = transport
+        self._links = dict(links)
+        self._trainer = trainer
+        self._keys = sync_keys
+        self._mode = on_update
+        self._on_event = on_event or (lambda kind, fields: None)
+        self._on_serving = on_serving
+        self._connected: tuple[Any, ...] = ()
+        self._specs: Sequence[TensorSpec] = ()
+        self._last: Version | None = None
+        self.metrics: dict[str, tuple[float, float]] = {}  # of the last publication: seconds, bytes
+        pool.gate.minimum = Evidence(str(sync_keys.verify))
+        pool.gate.within = sync_keys.verify_within
+        pool.min_engines = max(pool.min_engines, sync_keys.min_engines)
+
+    async def publish(self, version: Version, changed: bool = True) -> Mapping[str, Receipt]:
+        """Give `version` to every member: its receipts by engine name; empty where an alias was enough.
+
+        Raises `QuorumError` where fewer than `sync.min_engines` members can serve it, `DeadlineError` where the
+        trainer did not finish in time, and what the trainer raised.
+        """
+        async with self.pool.updating:
+            started = time.perf_counter()
+            receipts: dict[str, Receipt] = {}
+            members = await self._candidates()
+            if not changed and self._last is not None and set(members) == set(self.pool.members()):
+                self.pool.alias(self._last, version)
+            else:
+                receipts = await self._with_retries(version, members)
+            self._last = version
+            if self._on_serving is not None:
+                await self._on_serving(self.pool.state())
+            nbytes = sum(receipt.nbytes for receipt in receipts.values())
+            seconds = time.perf_counter() - started
+            self.metrics = {
+                "sync/publish_s": (seconds, 1.0),
+                "sync/bytes": (float(nbytes), 1.0),
+                "sync/engines": (float(len(self.pool.gate.serving(version))), 1.0),
+            }
+            fields = {"version": str(version), "alias": not receipts, "seconds": seconds, "bytes": nbytes}
+            self._on_event("published", fields)
+            return receipts
+
+    async def close(self) -> None:
+        """Close every link; the first failure surfaces."""
+        for result in await asyncio.gather(*(link.close() for link in self._links.values()), return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
+
+    async def _with_retries(self, version: Version, members: tuple[str, ...]) -> dict[str, Receipt]:
+        while True:
+            try:
+                return await self._once(version, members)
+            except _AtFaultError as fault:
+                for name, error in fault.faults.items():
+                    self.pool.quarantine(name, f"{version}: {error}")
+                members = tuple(name for name in members if name not in fault.faults)
+                if len(members) < self.pool.min_engines:
+                    for name in members:  # they wait, paused, and have no receipt: leave nothing half-open
+                        self.pool.quarantine(name, f"{version}: too few members for a publication")
+                    try:
+                        self.pool.check_quorum()
+                    except Exception as error:
+                        raise error from next(iter(fault.faults.values()))
+
+    async def _candidates(self) -> tuple[str, ...]:
+        """Members, and quarantined ones that say they are well: those are sent everything again."""
+        back = [name for name in self.pool.quarantined() if name in self._links]
+        health = await asyncio.gather(*(self.pool.health(name) for name in back))
+        well = {name for name, state in zip(back, health, strict=True) if state.ok}
+        return tuple(name for name in self._links if name in self.pool.members() or name in well)
+
+    async def _once(self, version: Version, members: tuple[str, ...]) -> dict[str, Receipt]:
+        deadline = time.monotonic() + self._keys.deadline_s
+        links = {name: self._links[name] for name in members}
+        if self._connected != (members, self.pool.losses):
+            await self._connect(links, deadline)
+            self._connected = (members, self.pool.losses)
+        manifest = await self._stage(version, deadline)
+
+        def carry() -> Awaitable[Any]:
+            return self._call("carry", version, deadline=deadline)
+
+        staged = self._transport.phase == "staged"
+        await self._both(carry if staged else None, {n: link.stage(manifest) for n, link in links.items()}, deadline)
+        await self._both(None, {n: self.pool.hold(n, self._mode) for n in members}, deadline)
+        found: dict[str, Receipt] = await self._both(
+            None if staged else carry, {n: link.carry(manifest) for n, link in links.items()}, deadline
+        )
+        self._admit(manifest, found)
+        await self._both(None, {n: self.pool.release(n) for n in members}, deadline)
+        return found
+
+    async def _connect(self, links: Mapping[str, Link], deadline: float) -> None:
+        """Plan anew for this membership and hand every side its part."""
+        specs = (await self._call("specs", self.policy, deadline=deadline))[0]
+        senders = await self._call("describe", self.policy, deadline=deadline)
+        blobs = await self._both(None, {name: link.describe() for name, link in links.items()}, deadline)
+        plan = self._transport.plan(specs, senders, blobs)
+        if len(plan.senders) != len(senders) or set(plan.links) != set(links):
+            raise WeightError(
+                f"the transport planned {len(plan.senders)} senders and links {sorted(plan.links)}; "
+                f"there are {len(senders)} and {sorted(links)}",
+                fix="return one blob per rank and one per link from plan()",
+            )
+
+        async def ranks() -> None:
+            await asyncio.gather(
+                *(self._call("connect", self.policy, b, rank=r, deadline=deadline) for r, b in enumerate(plan.senders))
+            )
+
+        await self._both(ranks, {name: link.connect(plan.links[name]) for name, link in links.items()}, deadline)
+        self._specs = specs
+
+    async def _stage(self, version: Version, deadline: float) -> Manifest:
+        manifest = (await self._call("stage", version, deadline=deadline))[0]
+        if not isinstance(manifest, Manifest) or manifest.version != version:
+            found = getattr(manifest, "version", type(manifest).__name__)
+            raise WeightError(
+                f"rank 0 staged {found} when {version} was asked for", fix="return the manifest of the asked version"
+            )
+        missing = sorted({spec.name for spec in self._specs} - set(manifest.digests))
+        if missing:
+            raise WeightError(
+                f"{version} was staged without {len(missing)} tensors of the dry pass, {missing[0]!r} first",
+                fix="export the same tensors with and without `meta`",
+            )
+        return manifest
+
+    def _admit(self, manifest: Manifest, found: Mapping[str, Receipt]) -> None:
+        """Put every receipt before the gate; the members that it refuses are at fault."""
+        faults: dict[str, BaseException] = {}
+        for name, receipt in found.items():
+            try:
+                if receipt.engine != name:
+                    raise WeightError(
+                        f"the link of {name!r} returned a receipt of {receipt.engine!r}",
+                        fix="write the engine's own name on its receipt",
+                    )
+                self.pool.gate.admit(manifest, receipt)
+                self.pool.readmit(name)
+            except WeightError as error:
+                faults[name] = error
+        if faults:
+            raise _AtFaultError(faults)
+
+    async def _call(self, method: str, *args: Any, rank: int | None = None, deadline: float) -> list[Any]:
+        left = max(deadline - time.monotonic(), 0.001)
+        return await self._trainer.call(method, *args, rank=rank, timeout_s=left)
+
+    async def _both(
+        self, main: Callable[[], Awaitable[Any]] | None, sides: Mapping[str, Awaitable[Any]], deadline: float
+    ) -> dict[str, Any]:
+        """Run the trainer's side and every member's side at once: the members' results.
+
+        The first error or the deadline cancels the rest. Raises `_AtFaultError` where members are at fault, else what
+        the trainer's side raised.
+        """
+        tasks = {name: asyncio.ensure_future(side) for name, side in sides.items()}
+        trainer = None if main is None else asyncio.ensure_future(main())
+        waiting = [*tasks.values(), *([] if trainer is None else [trainer])]
+        if not waiting:
+            return {}
+        try:
+            left = max(deadline - time.monotonic(), 0.001)
+            _, late = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_EXCEPTION)
+            faults = {n: e for n, t in tasks.items() if t.done() and (e := t.exception()) is not None}
+            error = trainer.exception() if trainer is not None and trainer.done() else None
+            slow = [name for name, task in tasks.items() if task in late]
+        finally:
+            await self._cancel(trainer, tasks.values())
+        if not faults and error is None and not late:
+            return {name: task.result() for name, task in tasks.items()}
+        if not faults:
+            faults = await self._unwell(slow if error is None else list(tasks))
+        if not faults and error is not None:
+            raise error
+        if not faults:  # the deadline passed and every member says that it is well
+            late_error = DeadlineError(
+                f"publication passed {self._keys.deadline_s:g} s, waiting for {slow or 'the trainer'}",
+                fix="raise sync.deadline_s, or find out why the transport is slow",
+            )
+            if not slow:
+                raise late_error
+            faults = dict.fromkeys(slow, late_error)
+        raise _AtFaultError(faults)
+
+    async def _unwell(self, names: Sequence[str]) -> dict[str, BaseException]:
+        health = await asyncio.gather(*(self.pool.health(name) for name in names))
+        return {
+            name: WeightError(f"engine {name!r} is not well: {state.detail}", fix="see the engine's log")
+            for name, state in zip(names, health, strict=True)
+            if not state.ok
+        }
+
+    async def _cancel(self, trainer: asyncio.Future[Any] | None, tasks: Any) -> None:
+        """Cancel what still runs on either side and wait for it, for a bounded time."""
+        running = [task for task in tasks if not task.done()]
+        for task in running:
+            task.cancel()
+        if trainer is not None and not trainer.done():
+            self._trainer.interrupt()
+            running.append(trainer)
+        if running:
+            await asyncio.wait(running, timeout=CANCEL_GRACE_S)
+        if trainer is not None and not trainer.done():
+            trainer.cancel()
+
+
+class Publishers:
+    """One publisher per policy behind one `publish`."""
+
+    def __init__(self, publishers: Mapping[str, Publisher]) -> None:
+        self._publishers = dict(publishers)
+
+    async def publish(self, version: Version, changed: bool = True) -> Mapping[str, Receipt]:
+        return await self._publishers[version.policy].publish(version, changed)
+
+    def metrics(self, policy: str) -> Mapping[str, tuple[float, float]]:
+        """Of the policy's last publication."""
+        return self._publishers[policy].metrics
+
+    async def close(self) -> None:
+        for publisher in self._publishers.values():
+            await publisher.close()

@@ -1,0 +1,398 @@
+"""Episodes of a lease: sessions around the pool, environments, rewards; and demonstrations as episodes.
+
+Runs inside the controller, or in a worker process that holds engine clients of its own (`RemoteSampler` is then what
+the controller calls). Promises: every random choice comes from (run seed, policy, task, attempt, member, turn), never
+from arrival order; a failing episode (an exception, a deadline, a NaN reward) is returned as failed with its reason,
+never lost and never trained; what an engine or the data did wrong stops the run. Rewards are passed on, not judged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from miles_core.columns import CORE_COLUMNS, ColumnSpec, validate
+from miles_core.contracts.engine import Completion, Request
+from miles_core.contracts.environment import EpisodeContext, MultiTurn
+from miles_core.errors import DeadlineError, LateDataError, MilesError, RewardError, StoppedError
+from miles_core.records import (
+    Episode,
+    Finish,
+    Group,
+    Origin,
+    Sampling,
+    Score,
+    Status,
+    Trajectory,
+    episode_id,
+    group_id,
+    trajectory_id,
+)
+from miles_core.seeds import derive, generator
+from miles_core.session import EpisodeFailedError, Session
+
+if TYPE_CHECKING:
+    from miles_core.contracts.environment import Environment, Scorer
+    from miles_core.contracts.launcher import Workers
+    from miles_core.contracts.rendering import Renderer
+    from miles_core.ledger import Lease
+    from miles_core.records import Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingPolicy:
+    """What sampling needs of one policy.
+
+    `want` names the engine capabilities that training needs beside `logprobs` (`keep_ids` where top_p or top_k cut the
+    distribution). `columns` are all declared columns, against which trajectories are checked. With `rewarded`, an
+    episode without a reward stops the run.
+    """
+
+    name: str
+    renderer: Renderer
+    envs: Mapping[str, Environment]
+    want: frozenset[str] = frozenset()
+    columns: Mapping[str, ColumnSpec] = field(default_factory=lambda: CORE_COLUMNS)
+    deadline_s: float = 600.0
+    rewarded: bool = False
+
+
+class Sampler:
+    """Runs the episodes of leases, for all policies."""
+
+    def __init__(
+        self,
+        policies: Mapping[str, SamplingPolicy],
+        generate: Callable[[Request], Awaitable[Completion]] | None,
+        *,
+        run_seed: int,
+        scorers: Mapping[str, Scorer] | None = None,
+        extensions: Sequence[Any] = (),
+        abort_requests: Callable[[Sequence[str]], Awaitable[None]] | None = None,
+    ) -> None:
+        """`generate` is `Pool.generate`, `abort_requests` `Pool.abort`; both `None` where nothing samples."""
+        self._policies = dict(policies)
+        self._generate = generate
+        self._seed = run_seed
+        self._scorers = dict(scorers or {})
+        self._edits = [e.request for e in extensions if hasattr(e, "request")]
+        self._collects = [e.collect for e in extensions if hasattr(e, "collect")]
+        self._abort_requests = abort_requests
+        self._running: dict[str, set[asyncio.Task[Any]]] = {}  # lease id -> its episodes
+        self._aborted: set[asyncio.Task[Any]] = set()
+        self._multi_turn = {
+            name: {env for env, built in policy.envs.items() if isinstance(built, MultiTurn)}
+            for name, policy in self._policies.items()
+        }
+        self._requests: dict[str, set[str]] = {}  # lease id -> its requests in flight
+
+    async def run(self, lease: Lease, *, group_size: int, sampling: Sampling | None, split: str) -> Group:
+        """All episodes of the lease, by member, failed ones included.
+
+        With `sampling` `None` the group is made of the task's demonstrations (see `demonstrations`). Raises
+        `RewardError` for a reward that is not a number, and what engines and data raise; a lease that was aborted
+        returns failed episodes.
+        """
+        policy = self._policies[lease.policy]
+        name = group_id(lease.task.id, lease.attempt)
+        if sampling is None:
+            episodes = demonstrations(policy, lease.task, lease.attempt, group_size)
+        elif group_size == 1:
+            episodes = (await self._tracked(lease, self._episode(policy, lease, name, 0, sampling, split)),)
+        else:
+            jobs = [self._episode(policy, lease, name, m, sampling, split) for m in range(group_size)]
+            episodes = await self._together(lease, jobs)
+        return Group(
+            id=name,
+            policy=policy.name,
+            slot=lease.slot,
+            attempt=lease.attempt,
+            task=lease.task,
+            episodes=tuple(episodes),
+        )
+
+    async def abort(self, lease_ids: Sequence[str]) -> None:
+        """End these leases: their episodes come back failed, with the reason `aborted`."""
+        requests = [r for lease in lease_ids for r in self._requests.get(lease, ())]
+        if requests and self._abort_requests is not None:
+            await self._abort_requests(requests)
+        for lease in lease_ids:
+            for task in self._running.get(lease, ()):
+                self._aborted.add(task)
+                task.cancel()
+
+    async def close(self) -> None:
+        """Cancel what still runs, and close the scorers."""
+        await self.abort(list(self._running))
+        for scorer in self._scorers.values():
+            await scorer.close()
+
+    async def _together(self, lease: Lease, jobs: Sequence[Any]) -> tuple[Episode, ...]:
+        """All at once; the first error cancels the siblings and surfaces with its own text."""
+        tasks = [asyncio.ensure_future(self._tracked(lease, job)) for job in jobs]
+        try:
+            return tuple(await asyncio.gather(*tasks))
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+
+    async def _tracked(self, lease: Lease, job: Awaitable[Episode]) -> Episode:
+        task = asyncio.current_task()
+        assert task is not None
+        running = self._running.setdefault(lease.id, set())
+        running.add(task)
+        try:
+            return await job
+        finally:
+            running.discard(task)
+            self._aborted.discard(task)
+            if not running:
+                self._running.pop(lease.id, None)
+
+    # --- one episode -------------------------------------------------------------------------------------------------
+
+    async def _episode(
+        self, policy: SamplingPolicy, lease: Lease, group: str, member: int, sampling: Sampling, split: str
+    ) -> Episode:
+        task, env = lease.task, policy.envs[lease.env]
+        name = episode_id(group, member)
+        path = (task.id, lease.attempt, member)
+        deadline = asyncio.get_running_loop().time() + policy.deadline_s
+        session = Session(
+            id=name,
+            policy=policy.name,
+            prompt=task.prompt,
+            renderer=policy.renderer,
+            generate=self._sampled(lease.id),
+            sampling=sampling,
+            seed_of=lambda turn: derive(self._seed, policy.name, "sample", *path, turn),
+            request_id=f"{lease.id}/{member}",
+            want=policy.want,
+            columns=policy.columns,
+            deadline=deadline,
+        )
+        fields: dict[str, Any] = {
+            "renderer": policy.renderer,
+            "sampling": sampling,
+            "rng": generator(self._seed, policy.name, "episode", *path),
+            "split": split,
+            "deadline_s": policy.deadline_s,
+            "scorers": self._scorers,
+        }
+        try:
+            async with asyncio.timeout_at(deadline):
+                if lease.env in self._multi_turn[policy.name]:
+                    score = await cast("MultiTurn", env).episode(task, session, EpisodeContext(**fields))
+                    trajectories = session.trajectories()
+                else:
+                    turn = await session.sample()
+                    trajectories = session.trajectories()
+                    context = EpisodeContext(**fields, text=turn.text, finish=turn.finish, trajectories=trajectories)
+                    score = await env.score(task, context)
+            return _finished(policy, name, member, task, trajectories, score)
+        except TimeoutError as error:
+            late = asyncio.get_running_loop().time() >= deadline
+            why = f"passed its deadline of {policy.deadline_s:g} s" if late else _reason(error)
+            return _failed(name, member, task, why)
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if current is None or current not in self._aborted:
+                raise
+            current.uncancel()
+            return _failed(name, member, task, "aborted")
+        except Exception as error:
+            cause = session.failure
+            if cause is not None and _stops(cause):
+                raise cause from (error if error is not cause else None)
+            if _stops(error) and not isinstance(error, DeadlineError):
+                raise
+            return _failed(name, member, task, _reason(error))
+
+    def _sampled(self, lease: str) -> Callable[[Request], Awaitable[tuple[Completion, Mapping[str, Any]]]]:
+        async def generate(request: Request) -> tuple[Completion, Mapping[str, Any]]:
+            assert self._generate is not None
+            for edit in self._edits:
+                request = edit(request)
+            requests = self._requests.setdefault(lease, set())
+            requests.add(request.id)
+            try:
+                completion = await self._generate(request)
+            finally:
+                requests.discard(request.id)
+                if not requests:
+                    self._requests.pop(lease, None)
+            extra: dict[str, Any] = {}
+            for collect in self._collects:
+                extra |= collect(completion.columns, request)
+            return completion, extra
+
+        return generate
+
+
+def _stops(error: BaseException) -> bool:
+    """Whether `error` stops the run: what core, engines and data say, but not a request's deadline."""
+    return isinstance(error, MilesError) and not isinstance(error, DeadlineError)
+
+
+def _reason(error: BaseException) -> str:
+    text = str(error)
+    if isinstance(error, EpisodeFailedError):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _failed(name: str, member: int, task: Task, why: str) -> Episode:
+    return Episode(
+        id=name, member=member, trajectories=(), status=Status.FAILED, error=f"task {task.id}, episode {name}: {why}"
+    )
+
+
+def _finished(
+    policy: SamplingPolicy, name: str, member: int, task: Task, trajectories: tuple[Trajectory, ...], score: Score
+) -> Episode:
+    if not isinstance(score, Score):
+        raise RewardError(
+            f"environment of task {task.id!r} returned {type(score).__name__} in place of a Score",
+            fix="return miles_core.records.Score(reward=…)",
+        )
+    reward = _number(score.reward, task, name, "reward", allow_none=not policy.rewarded)
+    components = {
+        key: _number(value, task, name, f"component {key!r}") or 0.0 for key, value in score.components.items()
+    }
+    for key, value in [("reward", reward), *components.items()]:
+        if value is not None and not math.isfinite(value):
+            ids = ", ".join(t.id for t in trajectories) or "none"
+            return _failed(name, member, task, f"{key} is {value}, trajectories {ids}")
+    cut = any(trajectory.finish == Finish.LENGTH for trajectory in trajectories)
+    return Episode(
+        id=name,
+        member=member,
+        trajectories=trajectories,
+        reward=reward,
+        components=components,
+        info=score.info,
+        status=Status.TRUNCATED if cut else Status.OK,
+    )
+
+
+def _number(value: Any, task: Task, name: str, what: str, *, allow_none: bool = False) -> float | None:
+    if value is None and allow_none:
+        return None
+    if not isinstance(value, Real | np.bool_):
+        raise RewardError(
+            f"the {what} of task {task.id!r}, episode {name!r}, is not a number: {value!r} ({type(value).__name__})",
+            fix="return a number from the environment or reward function, then resume the run",
+        )
+    return float(value)
+
+
+def demonstrations(policy: SamplingPolicy, task: Task, attempt: int, group_size: int) -> tuple[Episode, ...]:
+    """A task's reference answers as episodes without reward.
+
+    Group size 1: the demonstration whose turn it is (attempt modulo their number). Group size 2: the first as chosen
+    (`preference` +1), the second as rejected (-1). Raises `LateDataError` where the task has too few.
+    """
+    if len(task.demonstrations) < group_size:
+        raise LateDataError(
+            f"task {task.id!r} has {len(task.demonstrations)} demonstrations; {group_size} are needed",
+            fix="give every row its demonstrations, or choose an algorithm that samples",
+        )
+    group = group_id(task.id, attempt)
+    if group_size == 1:
+        chosen = [(task.demonstrations[attempt % len(task.demonstrations)], 0)]
+    else:
+        chosen = list(zip(task.demonstrations[:group_size], (1, -1), strict=False))
+    episodes = []
+    for member, (answer, preference) in enumerate(chosen):
+        name = episode_id(group, member)
+        ids, shown = policy.renderer.demonstration(task.prompt, answer)
+        trainable = np.asarray(shown, bool)
+        trajectory = Trajectory(
+            id=trajectory_id(name, 0),
+            length=len(ids),
+            columns={
+                "tokens": np.asarray(ids, np.int32),
+                "origin": np.where(trainable, Origin.DEMONSTRATION, Origin.PROMPT).astype(np.uint8),
+                "trainable": trainable,
+            },
+        )
+        validate(trajectory, policy.columns)
+        episodes.append(Episode(id=name, member=member, trajectories=(trajectory,), preference=preference))
+    return tuple(episodes)
+
+
+class RemoteSampler:
+    """A sampler in worker processes, as the controller calls it. The workers' objects have `run(lease, group_size,
+    sampling, split)`, `abort(lease_ids)` and `follow(state)`; see `SamplerEndpoint`."""
+
+    def __init__(self, workers: Workers, *, deadline_s: float = 600.0) -> None:
+        """`deadline_s` is the episodes' own; a worker that is silent for longer than that and a margin is an error."""
+        self._workers = workers
+        self._deadline_s = deadline_s
+        self._load = [0] * workers.count
+        self._where: dict[str, int] = {}
+
+    async def run(self, lease: Lease, *, group_size: int, sampling: Sampling | None, split: str) -> Group:
+        """On the worker with the fewest leases."""
+        rank = self._load.index(min(self._load))
+        self._load[rank] += 1
+        self._where[lease.id] = rank
+        try:
+            arguments = (lease, group_size, sampling, split)
+            found = await self._workers.call("run", *arguments, rank=rank, timeout_s=1.5 * self._deadline_s + 30.0)
+        finally:
+            self._load[rank] -= 1
+            del self._where[lease.id]
+        group = found[0]
+        if not isinstance(group, Group):
+            raise StoppedError(
+                f"a sampler worker returned {type(group).__name__} in place of a Group", fix="return a Group from run()"
+            )
+        return group
+
+    async def abort(self, lease_ids: Sequence[str]) -> None:
+        by_rank: dict[int, list[str]] = {}
+        for lease in lease_ids:
+            if lease in self._where:
+                by_rank.setdefault(self._where[lease], []).append(lease)
+        calls = (self._workers.call("abort", ids, rank=rank, timeout_s=60.0) for rank, ids in by_rank.items())
+        await asyncio.gather(*calls)
+
+    async def follow(self, state: Mapping[str, Any]) -> None:
+        """Pass the controller's serving state to every worker (`Publisher(on_serving=…)`)."""
+        await self._workers.call("follow", dict(state), timeout_s=60.0)
+
+    async def close(self) -> None:
+        await self._workers.close()
+
+
+class SamplerEndpoint:
+    """What a sampler process serves to its `RemoteSampler`: its own sampler, and its own pool of engine clients."""
+
+    def __init__(self, sampler: Sampler, pool: Any) -> None:
+        self._sampler = sampler
+        self._pool = pool
+
+    async def start(self) -> None:
+        await self._pool.start()
+
+    async def run(self, lease: Lease, group_size: int, sampling: Sampling | None, split: str) -> Group:
+        return await self._sampler.run(lease, group_size=group_size, sampling=sampling, split=split)
+
+    async def abort(self, lease_ids: Sequence[str]) -> None:
+        await self._sampler.abort(lease_ids)
+
+    async def follow(self, state: Mapping[str, Any]) -> None:
+        self._pool.follow(state)
+
+    async def close(self) -> None:
+        await self._sampler.close()
+        await self._pool.close()

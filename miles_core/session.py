@@ -1,0 +1,302 @@
+"""Token-in-token-out: a tree of token segments, as environments see it, and the trajectories of its leaves.
+
+What an engine produced is authoritative and is never re-tokenised; only new environment text is encoded, and what was
+stored before stays a bit-exact prefix. Promises: the tree only grows; a turn that was cut off (`length`, `abort`)
+cannot be extended; a turn that several leaves share is trainable in exactly one of them, the earliest committed one;
+every sampled token keeps its log-probability and version. Nothing here knows rewards, groups or seeds (`sampler.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from miles_core.columns import Align, ColumnSpec, Level, validate
+from miles_core.contracts.engine import Completion, Request
+from miles_core.contracts.environment import Turn
+from miles_core.errors import DeadlineError, EngineError, RecordError
+from miles_core.records import Array, Finish, Message, Origin, Sampling, Span, Trajectory, trajectory_id
+
+if TYPE_CHECKING:
+    from miles_core.contracts.rendering import Renderer
+    from miles_core.records import Prompt
+
+#: What `Session` samples with: the pool's `generate`, with the run's extensions around it. Returns the completion and
+#: the columns that extensions collected from it.
+Generate = Callable[[Request], Awaitable[tuple[Completion, Mapping[str, Any]]]]
+
+
+@dataclass(slots=True)
+class _Node:
+    """One turn: the context that was added before it, and what was sampled."""
+
+    parent: int | None
+    start: int  # tokens before the completion, from the root on
+    added: Array  # int32: context tokens between the parent's end and `start`
+    completion: Completion
+    tokens: Array  # int32, sampled
+    sampling: Sampling
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    children: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+
+class Session:
+    """The session of one episode. Keeps `contracts.environment.Session`."""
+
+    def __init__(
+        self,
+        *,
+        id: str,
+        policy: str,
+        prompt: Prompt,
+        renderer: Renderer,
+        generate: Generate,
+        sampling: Sampling,
+        seed_of: Callable[[int], int],
+        request_id: str = "",
+        want: frozenset[str] = frozenset(),
+        columns: Mapping[str, ColumnSpec] | None = None,
+        deadline: float | None = None,
+    ) -> None:
+        """`seed_of(turn)` gives the seed of the turn-th call (counted from 0 in call order). `deadline` is a time of
+        the running event loop. `columns` are the declared specs that trajectories are checked against."""
+        self.id = id
+        self._policy = policy
+        self._prompt = prompt
+        self._renderer = renderer
+        self._generate = generate
+        self._sampling = sampling
+        self._seed_of = seed_of
+        self._request_id = request_id or id
+        self._want = want
+        self._columns = columns
+        self._deadline = deadline
+        self._nodes: list[_Node] = []
+        self._calls = 0
+        self.failure: BaseException | None = None  # what an engine raised, however the environment dealt with it
+
+    async def sample(self, new: Prompt | Sequence[Message] = (), *, parent: int | None = None, **sampling: Any) -> Turn:
+        """Encode `new` after `parent` and sample; see the contract.
+
+        `parent=None` is the latest turn, or the root where there is none; `parent=-1` is the root, a new branch from
+        the start, where `new` is the prompt (the task's own where empty). Raises `EpisodeFailedError` for a parent that
+        was cut off, and `RecordError` for one that does not exist or a branch that would mix distributions.
+        """
+        if parent is None:
+            parent = len(self._nodes) - 1
+        shape = replace(self._sampling, **sampling) if sampling else self._sampling
+        before = self._context(parent, new, shape)
+        turn, self._calls = self._calls, self._calls + 1
+        request = Request(
+            id=f"{self._request_id}/{turn}",
+            policy=self._policy,
+            prompt={"tokens": before},
+            sampling=shape,
+            seed=self._seed_of(turn),
+            want=self._want,
+            deadline_s=600.0 if self._deadline is None else self._left(),
+            session=self.id,
+        )
+        try:
+            completion, extra = await self._generate(request)
+            node = self._commit(parent, before, completion, shape, extra)
+        except BaseException as error:
+            self.failure = self.failure or error
+            raise
+        tokens = node.tokens
+        return Turn(
+            node=len(self._nodes) - 1,
+            text=self._renderer.text(tokens.tolist()),
+            message=self._renderer.parse(tokens.tolist()),
+            finish=str(completion.finish),
+            tokens=len(tokens),
+        )
+
+    def _left(self) -> float:
+        assert self._deadline is not None
+        left = self._deadline - asyncio.get_running_loop().time()
+        if left <= 0:
+            raise DeadlineError(f"episode {self.id!r} passed its deadline", fix="raise schedule.episode_deadline_s")
+        return left
+
+    def _context(self, parent: int, new: Prompt | Sequence[Message], shape: Sampling) -> Array:
+        """All token ids that the model sees: int32 [n]."""
+        if parent == -1:
+            prompt = self._prompt if len(new) == 0 else (new if isinstance(new, str) else tuple(new))
+            return np.asarray(self._renderer.prompt(prompt), np.int32)
+        if not 0 <= parent < len(self._nodes):
+            raise RecordError(
+                f"session {self.id!r} has no turn {parent}; it has {len(self._nodes)}",
+                fix="pass a Turn.node of this session",
+            )
+        node = self._nodes[parent]
+        if node.completion.finish != Finish.STOP:
+            raise EpisodeFailedError(
+                f"turn {parent} of {self.id!r} ended with {str(node.completion.finish)!r} and cannot be extended"
+            )
+        own = (node.sampling.temperature, node.sampling.top_p, node.sampling.top_k)
+        if own != (shape.temperature, shape.top_p, shape.top_k):
+            raise RecordError(
+                f"a turn after {parent} of {self.id!r} would sample with temperature, top_p, top_k = "
+                f"{(shape.temperature, shape.top_p, shape.top_k)}, the branch has {own}",
+                fix="use one distribution along a branch: training applies it per trajectory",
+            )
+        messages = [Message(role="user", content=new)] if isinstance(new, str) else list(new)
+        before = self._path_tokens(parent)
+        return np.concatenate([before, np.asarray(self._renderer.extend(before.tolist(), messages), np.int32)])
+
+    def _commit(
+        self, parent: int, before: Array, completion: Completion, shape: Sampling, extra: Mapping[str, Any]
+    ) -> _Node:
+        if completion.finish == Finish.ERROR:
+            detail = completion.info.get("error", "no reason given")
+            raise EpisodeFailedError(f"engine {completion.engine!r} ended request {completion.request!r}: {detail}")
+        if completion.finish == Finish.ABORT:
+            raise EpisodeFailedError("aborted")
+        tokens = np.asarray(completion.columns["tokens"], np.int32)
+        _check(completion, len(tokens))
+        start = 0 if parent == -1 else self._nodes[parent].end
+        node = _Node(
+            parent=None if parent == -1 else parent,
+            start=len(before),
+            added=before[start:],
+            completion=completion,
+            tokens=tokens,
+            sampling=shape,
+            extra=extra,
+        )
+        if node.parent is not None:
+            self._nodes[node.parent].children += 1
+        self._nodes.append(node)
+        return node
+
+    def _path(self, index: int) -> list[int]:
+        """Node indices from the root to `index`."""
+        path = [index]
+        while (parent := self._nodes[path[-1]].parent) is not None:
+            path.append(parent)
+        return path[::-1]
+
+    def _path_tokens(self, index: int) -> Array:
+        parts = [part for i in self._path(index) for part in (self._nodes[i].added, self._nodes[i].tokens)]
+        return np.concatenate(parts)
+
+    # --- trajectories ------------------------------------------------------------------------------------------------
+
+    def trajectories(self) -> tuple[Trajectory, ...]:
+        """One trajectory per leaf, in the order in which leaves were committed; checked against `columns`."""
+        claimed: set[int] = set()
+        found: list[Trajectory] = []
+        for index, node in enumerate(self._nodes):
+            if not node.children:
+                path = self._path(index)
+                trainable = [i not in claimed for i in path]
+                claimed.update(path)
+                found.append(self._trajectory(len(found), [self._nodes[i] for i in path], trainable))
+        return tuple(found)
+
+    def _trajectory(self, leaf: int, path: list[_Node], trainable: list[bool]) -> Trajectory:
+        last = path[-1]
+        n = last.end
+        tokens = np.concatenate([part for node in path for part in (node.added, node.tokens)])
+        origin = np.zeros(n, np.uint8)
+        origin[path[0].start :] = Origin.ENVIRONMENT
+        train = np.zeros(n, bool)
+        logprobs = np.zeros(n, np.float32)
+        spans: list[Span] = []
+        for node, own in zip(path, trainable, strict=True):
+            here = slice(node.start, node.end)
+            origin[here] = Origin.SAMPLED
+            train[here] = own
+            logprobs[here] = np.asarray(node.completion.columns["logprobs"])
+            spans += [
+                Span(start=s.start + node.start, end=s.end + node.start, version=s.version)
+                for s in node.completion.spans
+            ]
+        columns: dict[str, Any] = {
+            "tokens": tokens,
+            "origin": origin,
+            "trainable": train,
+            "behaviour_logprobs": logprobs,
+        }
+        if any("keep_counts" in node.completion.columns for node in path):
+            counts = np.zeros(n, np.int32)
+            for node in path:
+                counts[node.start : node.end] = np.asarray(node.completion.columns["keep_counts"])
+            columns["keep_counts"] = counts
+            columns["keep_ids"] = np.concatenate([np.asarray(node.completion.columns["keep_ids"]) for node in path])
+        for name in {name for node in path for name in node.extra}:
+            columns[name] = self._extra(name, path, n)
+        trajectory = Trajectory(
+            id=trajectory_id(self.id, leaf),
+            length=n,
+            columns=columns,
+            spans=tuple(spans),
+            finish=last.completion.finish,
+            sampling=last.sampling,
+            engine=last.completion.engine,
+        )
+        if self._columns is not None:
+            validate(trajectory, self._columns)
+        return trajectory
+
+    def _extra(self, name: str, path: list[_Node], n: int) -> Any:
+        """A collected column along the whole path.
+
+        Per completion, a unit column has a row for each sampled token, or (fed-in columns, which know the context too)
+        a row for each token that was fed in: the context and all sampled tokens but the last, or all of them. Other
+        levels keep the last turn's value.
+        """
+        spec = (self._columns or {}).get(name)
+        if spec is None or spec.level != Level.UNIT:
+            return next(node.extra[name] for node in reversed(path) if name in node.extra)
+        inner = next(np.asarray(node.extra[name]).shape[1:] for node in path if name in node.extra)
+        column = np.full((n, *inner), spec.fill, dtype=spec.dtype)
+        for node in path:
+            if name not in node.extra:
+                continue
+            rows = np.asarray(node.extra[name])
+            if len(rows) == len(node.tokens):
+                column[node.start : node.end] = rows
+            elif spec.align == Align.INPUT and len(rows) in (node.end - 1, node.end):
+                column[: len(rows)] = rows
+            else:
+                raise RecordError(
+                    f"column {name!r} of {self.id!r} has {len(rows)} rows for {len(node.tokens)} sampled tokens",
+                    fix="collect one row per sampled token (or, with align: input, per token that was fed in)",
+                )
+        return column
+
+
+class EpisodeFailedError(Exception):
+    """An episode that cannot be finished, through no fault of the environment; its text is the reason."""
+
+
+def _check(completion: Completion, n: int) -> None:
+    """An engine's answer at the border: `EngineError` names engine and request."""
+
+    def broken(what: str) -> EngineError:
+        return EngineError(
+            f"engine {completion.engine!r} answered request {completion.request!r} with {what}",
+            fix="run `miles conformance rollout:NAME` against that engine",
+        )
+
+    for name in ("logprobs", "keep_counts"):
+        column = completion.columns.get(name)
+        if (column is not None or name == "logprobs") and np.asarray(column).shape != (n,):
+            raise broken(f"{n} tokens and {name} of shape {np.asarray(column).shape}")
+    at = 0
+    for span in completion.spans:
+        if span.start != at or span.end <= at:
+            raise broken(f"a version span {span.start}:{span.end} where one from {at} was due")
+        at = span.end
+    if at != n:
+        raise broken(f"version spans over {at} of {n} tokens")

@@ -1,0 +1,278 @@
+"""Weight manifests, digests by piece, receipts, and the gate that decides which engine may serve which version.
+
+Nothing here moves a byte: transports do (`contracts/weights.py`), and `publish.py` drives them. This file promises that
+no engine serves a version unless the engine's own receipt agrees with the manifest in every digest that is due.
+
+Digests are xxh3-128 hex over a piece's little-endian contiguous bytes. The root of a manifest is xxh3-128 over the
+sorted lines `name\\0piece\\0digest`, a piece being spelled as the canonical JSON of `[offsets, shape]`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from miles_core.contracts.weights import Evidence, Manifest, Piece, Receipt, TensorSpec
+from miles_core.errors import WeightError
+from miles_core.records import Array, Version
+
+#: Weakest first: a receipt must rest on at least what `sync.verify` names.
+STRENGTH: dict[Evidence, int] = {evidence: rank for rank, evidence in enumerate(Evidence)}
+
+#: Evidence that is made of digests; the weaker kinds rest on the engine's own word.
+_BY_DIGEST = (Evidence.RECEIVED, Evidence.LIVE)
+
+
+def digest(data: Any) -> str:
+    """xxh3-128 hex of a contiguous buffer (bytes, memoryview, `uint8` array); no copy is made."""
+    return str(xxhash.xxh3_128_hexdigest(data))
+
+
+def array_bytes(array: Array) -> Array:
+    """The little-endian contiguous bytes of `array` as a flat uint8 view; copies only where it has to."""
+    if array.dtype.byteorder == ">" or (array.dtype.byteorder == "=" and sys.byteorder == "big"):
+        array = array.astype(array.dtype.newbyteorder("<"))
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def piece_of(array: Any, piece: Piece) -> Any:
+    """The part of a NumPy array or torch tensor that `piece` covers, as a view."""
+    return array[tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.shape, strict=True))]
+
+
+def piece_digests(spec: TensorSpec, array: Array) -> tuple[str, ...]:
+    """One digest per piece of `spec`, from a NumPy array that holds the whole tensor."""
+    if array.shape != spec.shape:
+        raise WeightError(
+            f"tensor {spec.name!r} has shape {list(array.shape)}; its spec says {list(spec.shape)}",
+            fix="export the shape that the dry pass announced",
+        )
+    return tuple(digest(array_bytes(piece_of(array, piece) if spec.pieces else array)) for piece in spec.boxes())
+
+
+def piece_key(piece: Piece) -> str:
+    """Canonical JSON of `[offsets, shape]`."""
+    return json.dumps([list(piece.offsets), list(piece.shape)], separators=(",", ":"))
+
+
+def manifest_root(tensors: Iterable[TensorSpec], digests: Mapping[str, Sequence[str]]) -> str:
+    """xxh3-128 hex over the sorted lines `name\\0piece\\0digest`; does not depend on the order of tensors."""
+    lines = [
+        f"{spec.name}\0{piece_key(piece)}\0{value}"
+        for spec in tensors
+        for piece, value in zip(spec.boxes(), digests[spec.name], strict=True)
+    ]
+    return digest("\n".join(sorted(lines)).encode())
+
+
+def make_manifest(
+    version: Version,
+    tensors: Sequence[TensorSpec],
+    digests: Mapping[str, Sequence[str]],
+    base_root: str | None = None,
+) -> Manifest:
+    """A manifest with its root. Raises `WeightError` for a name that occurs twice or a piece without a digest."""
+    names = [spec.name for spec in tensors]
+    if len(set(names)) != len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise WeightError(f"the weight stream of {version} names {twice} twice", fix="export tied tensors once")
+    for spec in tensors:
+        found = len(digests.get(spec.name, ()))
+        if found != len(spec.boxes()):
+            raise WeightError(
+                f"tensor {spec.name!r} of {version} has {len(spec.boxes())} pieces and {found} digests",
+                fix="digest every piece while staging",
+            )
+    return Manifest(
+        version=version,
+        tensors=tuple(tensors),
+        digests={spec.name: tuple(digests[spec.name]) for spec in tensors},
+        root=manifest_root(tensors, digests),
+        base_root=base_root,
+    )
+
+
+def manifest_json(manifest: Manifest) -> str:
+    """Canonical JSON of a manifest (sorted keys, no spaces)."""
+    tree = {
+        "version": [manifest.version.policy, manifest.version.lineage, manifest.version.number],
+        "base_root": manifest.base_root,
+        "root": manifest.root,
+        "tensors": [
+            [s.name, s.dtype, list(s.shape), [[list(p.offsets), list(p.shape)] for p in s.pieces]]
+            for s in manifest.tensors
+        ],
+        "digests": {name: list(values) for name, values in manifest.digests.items()},
+    }
+    return json.dumps(tree, separators=(",", ":"), sort_keys=True)
+
+
+def manifest_from_json(text: str) -> Manifest:
+    """The inverse of `manifest_json`. Raises `WeightError` where the root does not fit the digests."""
+    try:
+        tree = json.loads(text)
+        policy, lineage, number = tree["version"]
+        tensors = [
+            TensorSpec(
+                name=name,
+                dtype=dtype,
+                shape=tuple(shape),
+                pieces=tuple(Piece(offsets=tuple(o), shape=tuple(n)) for o, n in pieces),
+            )
+            for name, dtype, shape, pieces in tree["tensors"]
+        ]
+        made = make_manifest(
+            Version(policy=policy, lineage=lineage, number=number), tensors, tree["digests"], tree["base_root"]
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise WeightError(f"a weight manifest is not readable: {error!r}", fix="publish the version again") from error
+    if made.root != tree["root"]:
+        raise WeightError(
+            f"the manifest of {made.version} says root {tree['root']}, its digests give {made.root}",
+            fix="publish the version again",
+        )
+    return made
+
+
+def check_receipt(manifest: Manifest, receipt: Receipt, minimum: Evidence, due: Iterable[str] | None = None) -> None:
+    """Raise `WeightError` unless `receipt` proves `manifest` by evidence of at least `minimum`.
+
+    `due` names the tensors whose digests must be there; all where `None`. A digest that is there must agree, due or
+    not. Evidence below `received` carries no digests and is the engine's own word about the version.
+    """
+
+    def refuse(what: str) -> WeightError:
+        return WeightError(
+            f"engine {receipt.engine!r} may not serve {manifest.version}: {what}",
+            fix="see the engine's log; the member is sent all weights again before it serves",
+        )
+
+    if receipt.version != manifest.version:
+        raise refuse(f"its receipt is for {receipt.version}")
+    if STRENGTH[receipt.evidence] < STRENGTH[minimum]:
+        raise refuse(f"its evidence is {receipt.evidence.value!r}, sync.verify asks for {minimum.value!r} or stronger")
+    for name, found in receipt.digests.items():
+        wanted = manifest.digests.get(name)
+        if wanted is None:
+            raise refuse(f"it reports a tensor {name!r} that the version does not hold")
+        if tuple(found) != tuple(wanted):
+            differ = [i for i, (a, b) in enumerate(zip(found, wanted, strict=False)) if a != b]
+            raise refuse(
+                f"tensor {name!r} differs in piece {differ[0]}: {found[differ[0]]} in place of {wanted[differ[0]]}"
+                if differ
+                else f"tensor {name!r} has {len(found)} digests in place of {len(wanted)}"
+            )
+    if receipt.evidence in _BY_DIGEST:
+        missing = sorted(set(manifest.digests if due is None else due) - set(receipt.digests))
+        if missing:
+            raise refuse(f"{len(missing)} digests are missing, {missing[0]!r} first")
+    if receipt.root is not None and receipt.root != manifest.root:
+        raise refuse(f"its root is {receipt.root}, the version's is {manifest.root}")
+
+
+class Rotation:
+    """Which tensors a link checks in place, so that every one is checked within `within` publications.
+
+    Counts its own publications, so a link that missed some versions still covers everything. 1 checks all, always.
+    """
+
+    def __init__(self, within: int = 1) -> None:
+        self.within = within
+        self._turn = 0
+
+    def next(self, tensors: Sequence[TensorSpec]) -> list[TensorSpec]:
+        """The tensors of this publication; the first publication of a link checks all."""
+        turn, self._turn = self._turn, self._turn + 1
+        if turn == 0:
+            return list(tensors)
+        ordered = sorted(tensors, key=lambda spec: spec.name)
+        return [spec for i, spec in enumerate(ordered) if i % self.within == turn % self.within]
+
+
+class ServingGate:
+    """Who serves what. A member serves a version on its own receipt only; nothing else opens the gate.
+
+    Versions whose weights did not change are aliases: a member that serves the old one serves the alias too, and
+    `named` translates the version that the engine writes on its tokens.
+    """
+
+    def __init__(self, *, minimum: Evidence = Evidence.LIVE, within: int = 1) -> None:
+        self.minimum = minimum
+        self.within = within
+        self._serves: dict[str, dict[str, Version]] = {}  # engine -> policy -> version on its last receipt
+        self._aliases: dict[Version, Version] = {}
+        self._checked: dict[tuple[str, str], dict[str, int]] = {}  # (engine, policy) -> tensor -> receipts since
+        self._verified: dict[Version, str] = {}  # version -> root
+
+    def admit(self, manifest: Manifest, receipt: Receipt) -> None:
+        """Let `receipt.engine` serve `manifest.version`; `WeightError` (and no change) where the receipt falls short.
+
+        With `within` n, a tensor is due when its digest was not in one of the last n - 1 receipts of this member.
+        """
+        policy = manifest.version.policy
+        age = self._checked.get((receipt.engine, policy), {})
+        due = [name for name in manifest.digests if age.get(name, self.within) + 1 >= self.within]
+        check_receipt(manifest, receipt, self.minimum, due)
+        self._checked[(receipt.engine, policy)] = {
+            name: 0 if name in receipt.digests else age.get(name, 0) + 1 for name in manifest.digests
+        }
+        self._serves.setdefault(receipt.engine, {})[policy] = manifest.version
+        self._verified[manifest.version] = manifest.root
+
+    def alias(self, old: Version, new: Version) -> None:
+        """`new` holds the very weights of `old`: who serves one serves the other."""
+        if old.policy != new.policy or not any(self.version(e, old.policy) == old for e in self._serves):
+            raise WeightError(f"{new} cannot stand for {old}, which no engine serves", fix="publish it with weights")
+        self._aliases[old] = new
+        self._verified[new] = self._verified.get(old, "")
+
+    def named(self, version: Version) -> Version:
+        """The newest alias of `version`."""
+        while version in self._aliases:
+            version = self._aliases[version]
+        return version
+
+    def version(self, engine: str, policy: str) -> Version | None:
+        """What `engine` may serve of `policy`, by its newest alias."""
+        found = self._serves.get(engine, {}).get(policy)
+        return None if found is None else self.named(found)
+
+    def serving(self, version: Version) -> tuple[str, ...]:
+        """The engines that may serve exactly `version`."""
+        return tuple(e for e in self._serves if self.version(e, version.policy) == self.named(version))
+
+    def verified(self, version: Version) -> bool:
+        """Whether some receipt for `version` (or for the version that it is an alias of) was ever admitted."""
+        return version in self._verified
+
+    def revoke(self, engine: str) -> None:
+        """The member serves nothing until its next receipt, which must cover every tensor again."""
+        self._serves.pop(engine, None)
+        for key in [key for key in self._checked if key[0] == engine]:
+            del self._checked[key]
+
+    def state(self) -> dict[str, Any]:
+        """Plain data for the gates of other processes; see `follow`."""
+
+        def plain(v: Version) -> list[Any]:
+            return [v.policy, v.lineage, v.number]
+
+        return {
+            "serves": {e: [plain(v) for v in held.values()] for e, held in self._serves.items()},
+            "aliases": [[plain(a), plain(b)] for a, b in self._aliases.items()],
+        }
+
+    def follow(self, state: Mapping[str, Any]) -> None:
+        """Take over what the controller's gate decided (in sampler processes, which see no receipts)."""
+
+        def version(raw: Sequence[Any]) -> Version:
+            return Version(policy=raw[0], lineage=raw[1], number=raw[2])
+
+        self._serves = {e: {v.policy: v for v in map(version, held)} for e, held in state["serves"].items()}
+        self._aliases = {version(a): version(b) for a, b in state["aliases"]}
+        self._verified |= {v: "" for held in self._serves.values() for v in held.values()}

@@ -49,6 +49,7 @@ class BuildContext:
     model: ModelSource | None = None  # the policy's model
     tokenizer: Tokenizer | None = None  # for renderers: the built-in one that the model names
     renderer: Renderer | None = None  # the policy's renderer
+    address: str = ""  # engine clients in samplers: the `address` of the controller's engine of the same name
     engine: Engine | None = None  # sync links (place `engine`): the engine client beside which the link runs
     adapters: Mapping[str, Any] = field(default_factory=dict)  # trainer: policy/role -> built ModelAdapter
     extensions: tuple[Any, ...] = ()  # built Extension objects, in config order

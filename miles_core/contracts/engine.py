@@ -71,7 +71,11 @@ class Health:
 
 @runtime_checkable
 class Engine(Protocol):
-    """Samples tokens. Capabilities say more (`logprobs`, `pause.in_place`, `weights.tensors`, `batch_invariant`, …)."""
+    """Samples tokens. Capabilities say more (`logprobs`, `pause.in_place`, `weights.tensors`, `batch_invariant`, …).
+
+    An engine that clients in other processes can reach also has an attribute `address: str`; a client of it, built in a
+    sampler, finds that address in its `BuildContext`. One that serves several policies at once offers `policies`.
+    """
 
     name: str
 

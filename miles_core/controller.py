@@ -1,0 +1,496 @@
+"""The controller of one run: prepare, open, drive, close.
+
+`prepare` does everything that bad input can get wrong and creates nothing: capabilities, model sources, environments,
+their first prompts, stages. `Controller.open` builds engines and trainer, still without touching the disk; only then is
+the run directory made. `Controller.run` hands everything to the one loop (`schedule.Loop`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from miles_core.compatibility import match_capabilities, plugin_lock
+from miles_core.config.source import resolve_source
+from miles_core.contracts.launcher import WorkerSpec
+from miles_core.errors import CombinationError, DataError, MilesError
+from miles_core.feed import TaskFeed
+from miles_core.learner import Learner
+from miles_core.pool import Pool
+from miles_core.provider import Place
+from miles_core.publish import Publisher, Publishers
+from miles_core.records import Sampling
+from miles_core.rollouts import write_samples
+from miles_core.sampler import RemoteSampler, Sampler, SamplerEndpoint, SamplingPolicy
+from miles_core.schedule import Loop, PolicySetup, RunResult
+from miles_core.wiring import Wiring, check_roles, column_specs, sources_from_plain, sources_to_plain, wire
+
+if TYPE_CHECKING:
+    from miles_core.columns import ColumnSpec
+    from miles_core.config.schema import Policy, RunFile
+    from miles_core.contracts.engine import Engine
+    from miles_core.contracts.launcher import Tracker, Workers
+    from miles_core.contracts.learning import Output, UpdateResult
+    from miles_core.contracts.model import ModelSource
+    from miles_core.discovery import Catalogue
+    from miles_core.ledger import Ledger
+    from miles_core.records import Array, Group
+    from miles_core.run import RunDir
+    from miles_core.schedule import Stop
+    from miles_core.wiring import Sources
+
+CALL_TIMEOUT_S = 7200.0  # one score, update or save of the trainer
+START_TIMEOUT_S = 1800.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What `prepare` found out: everything that the controller builds without engines or trainer, by policy."""
+
+    wiring: Wiring
+    lock: Mapping[str, Any]
+    sources: Sources
+    renderers: Mapping[str, Any]
+    envs: Mapping[str, Mapping[str, Any]]
+    stages: Mapping[str, dict[str, list[tuple[str, Any]]]]
+    filters: Mapping[str, Mapping[str, Any]]
+    extensions: tuple[Any, ...]
+    columns: Mapping[str, Mapping[str, ColumnSpec]]
+
+
+def prepare(run_file: RunFile, catalogue: Catalogue, run_dir: Path, export: Callable[..., Path]) -> Prepared:
+    """Check everything that needs neither engine nor trainer. Raises `InputError`s; creates nothing but exports of
+    other runs (`export(run_dir, step) -> folder` makes a Hugging Face folder of a run's checkpoint)."""
+    match_capabilities(run_file, catalogue)
+    wiring = Wiring(run_file, catalogue, run_dir)
+    sources = {p.name: model_sources(p, run_file.run.seed, export) for p in run_file.policies.values()}
+    extensions = wiring.extensions(Place.CONTROLLER)
+    renderers, envs, stages, filters, columns = {}, {}, {}, {}, {}
+    for policy in run_file.policies.values():
+        name = policy.name
+        renderers[name] = build_renderer(wiring, policy, sources[name]["actor"], Place.CONTROLLER)
+        envs[name] = {
+            key: wiring.build(part, Place.CONTROLLER, policy=name, renderer=renderers[name])
+            for key, part in policy.envs.items()
+        }
+        for key, env in envs[name].items():
+            _probe(key, env, renderers[name], evaluates=run_file.eval.every is not None)
+        stages[name] = wiring.stages(policy)
+        filters[name] = {
+            part.name: wiring.build(part, Place.CONTROLLER, policy=name) for part in policy.algorithm.many("filters")
+        }
+        columns[name] = column_specs(stages[name], extensions)
+    return Prepared(
+        wiring=wiring,
+        lock=plugin_lock(run_file.parts(), catalogue),
+        sources=sources,
+        renderers=renderers,
+        envs=envs,
+        stages=stages,
+        filters=filters,
+        extensions=extensions,
+        columns=columns,
+    )
+
+
+def model_sources(policy: Policy, seed: int, export: Callable[..., Path]) -> dict[str, ModelSource]:
+    """The actor's source, and a role's own where it names one."""
+    from dataclasses import replace
+
+    own = resolve_source(policy.model, seed, run_loader=export)
+    found = {}
+    for name, role in policy.roles.items():
+        if not role.source:
+            found[name] = own
+            continue
+        keys = replace(policy.model.core, source=role.source, architecture=None)
+        found[name] = resolve_source(replace(policy.model, core=keys), seed, run_loader=export)
+    return found
+
+
+def build_renderer(wiring: Wiring, policy: Policy, source: ModelSource, place: Place) -> Any:
+    """The policy's renderer, with the built-in tokenizer that `model.tokenizer` names (a folder is in the source)."""
+    from miles_core.config.schema import Part
+
+    keys = policy.model.core
+    tokenizer = None
+    if keys.tokenizer is not None and source.tokenizer_folder is None:
+        loaded = wiring.catalogue.load("tokenizer", keys.tokenizer)
+        part = Part(
+            kind="tokenizer", name=keys.tokenizer, use=keys.tokenizer, options=loaded.provider.config(), core=keys
+        )
+        tokenizer = wiring.build(part, place, policy=policy.name)
+    return wiring.build(policy.renderer, place, policy=policy.name, model=source, tokenizer=tokenizer)
+
+
+def _probe(name: str, env: Any, renderer: Any, *, evaluates: bool) -> None:
+    """Hand out the first task of each split that the run needs, and render it."""
+    for split in ("train", "eval") if evaluates else ("train",):
+        if split not in env.task_splits:
+            raise DataError(
+                f"environment {name!r} has no split {split!r}; it has {list(env.task_splits)}",
+                fix="give it one, or set eval.every: null" if split == "eval" else "choose another environment",
+            )
+        source = env.tasks(split)
+        if source.size == 0:
+            raise DataError(f"split {split!r} of environment {name!r} is empty", fix="give it at least one task")
+        renderer.prompt(source.task(0).prompt)
+
+
+@dataclass
+class _Trainer:
+    """The trainers as the learner calls them: one answer from all ranks."""
+
+    workers: Workers
+
+    async def score(self, batch: Any, outputs: Sequence[Output]) -> Mapping[str, Array]:
+        found = await self.workers.call("score", batch, tuple(outputs), timeout_s=CALL_TIMEOUT_S)
+        return dict(found[0])
+
+    async def update(self, minibatch: Any) -> UpdateResult:
+        result: UpdateResult = (await self.workers.call("update", minibatch, timeout_s=CALL_TIMEOUT_S))[0]
+        return result
+
+    async def blend(self, policy: str, dst: str, src: str, decay: float) -> None:
+        await self.workers.call("blend", policy, dst, src, decay, timeout_s=CALL_TIMEOUT_S)
+
+
+@dataclass
+class _Checkpoints:
+    """Writes a consistent cut: trainer state, then the ledger, then the commit marker."""
+
+    run: RunDir
+    workers: Workers
+
+    async def save(self, step: int, ledger: Mapping[str, Any], *, best: bool) -> Path:
+        draft = self.run.begin_checkpoint(step)
+        try:
+            await self.workers.call("save", str(draft / "trainer"), timeout_s=CALL_TIMEOUT_S)
+            done = await asyncio.to_thread(self.run.commit_checkpoint, draft, step, ledger)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+        if best:
+            self.run.point_best(step)
+        return done.folder
+
+
+@dataclass
+class _Rollouts:
+    """Readable samples, decoded by the policy's renderer."""
+
+    folder: Path
+    renderers: Mapping[str, Any]
+
+    def write(self, policy: str, step: int, split: str, groups: Sequence[Group]) -> None:
+        write_samples(self.folder, split, step, groups, self.renderers[policy].text)
+
+
+@dataclass
+class Controller:
+    """Everything of one run in the controller's process. Make one with `open`, close it with `close`."""
+
+    prepared: Prepared
+    launcher: Any
+    trainer: Workers
+    learners: Mapping[str, Learner]
+    pool: Pool | None
+    publishers: Publishers | None
+    sampler: Sampler | RemoteSampler
+    _closers: list[Any] = field(default_factory=list)
+
+    @staticmethod
+    async def open(prepared: Prepared, on_event: Callable[[str, Mapping[str, Any]], None]) -> Controller:
+        """Start trainer and engines and connect them; nothing is written to disk."""
+        wiring, run = prepared.wiring, prepared.wiring.run
+        closers: list[Any] = []
+        try:
+            launcher = wiring.build(run.launcher, Place.CONTROLLER)
+            closers.append(launcher)
+            payload = {
+                "tree": run.tree,
+                "lock": prepared.lock,
+                "run_dir": str(wiring.run_dir),
+                "sources": sources_to_plain(prepared.sources),
+            }
+            trainer = await launcher.start(
+                WorkerSpec(
+                    place=Place.TRAINER,
+                    factory="miles_core.wiring:trainer_worker",
+                    count=run.backend.core.ranks,
+                    payload=payload,
+                    threads=run.run.threads,
+                    gpus=run.backend.core.gpus_per_rank,
+                )
+            )
+            learners = {p.name: await _learner(prepared, p, trainer) for p in run.policies.values()}
+            engines = build_engines(wiring, prepared.sources, prepared.renderers, Place.CONTROLLER)
+            pool = Pool(engines, on_event=on_event) if engines else None
+            if pool is not None:
+                closers.append(pool)
+                await pool.start(START_TIMEOUT_S)
+            sampler = await _sampler(prepared, launcher, pool, payload)
+            closers.append(sampler)
+            publishers = None
+            if pool is not None and run.sync is not None:
+                follow = sampler.follow if isinstance(sampler, RemoteSampler) else None
+                publishers = _publishers(prepared, trainer, pool, on_event, follow)
+                closers.append(publishers)
+            return Controller(prepared, launcher, trainer, learners, pool, publishers, sampler, closers)
+        except BaseException:
+            await _close(closers)
+            raise
+
+    async def run(self, run_dir: RunDir, ledger: Ledger, trackers: Sequence[Tracker], stop: Stop) -> RunResult:
+        """Drive the loop to its end or to a stop request. Raises the first error of any side."""
+        run = self.prepared.wiring.run
+        loop = Loop(
+            policies=[self._setup(policy) for policy in run.policies.values()],
+            ledger=ledger,
+            sampler=self.sampler,
+            publisher=self.publishers,
+            checkpoint=_Checkpoints(run_dir, self.trainer),
+            steps=run.run.steps,
+            stop=stop,
+            checkpoint_every=run.run.checkpoint_every,
+            evaluation=run.eval,
+            trackers=trackers,
+            observers=self.prepared.wiring.catalogue.pm.hook,
+            rollouts=_Rollouts(run_dir.path / "rollouts", self.prepared.renderers),
+        )
+        return await loop.run()
+
+    def _setup(self, policy: Policy) -> PolicySetup:
+        run, name = self.prepared.wiring.run, policy.name
+        sampling = sampling_of(run)
+        demonstrations = policy.algorithm.keys.episodes == "demonstrations"
+        evaluation = None
+        if sampling is not None and run.eval.every is not None:
+            evaluation = Sampling(
+                max_new_tokens=sampling.max_new_tokens,
+                temperature=run.eval.temperature,
+                stop=sampling.stop,
+            )
+        return PolicySetup(
+            name=name,
+            schedule=policy.schedule,
+            tasks=TaskFeed(
+                self.prepared.envs[name],
+                {key: part.core.weight for key, part in policy.envs.items()},
+                run_seed=run.run.seed,
+                policy=name,
+            ),
+            learner=self.learners[name],
+            share=policy.share,
+            filters=self.prepared.filters[name],
+            sampling=None if demonstrations else sampling,
+            eval_sampling=evaluation,
+        )
+
+    async def close(self) -> None:
+        await _close(self._closers)
+
+
+async def _close(closers: list[Any]) -> None:
+    """Close in reverse order; every one is closed, the first failure surfaces."""
+    errors = []
+    while closers:
+        try:
+            await closers.pop().close()
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+async def _learner(prepared: Prepared, policy: Policy, trainer: Workers) -> Learner:
+    terms = (await trainer.call("declare", policy.name, timeout_s=START_TIMEOUT_S))[0]
+    stages = prepared.stages[policy.name]
+    check_roles(policy, terms, stages)
+    run = prepared.wiring.run
+    return Learner(
+        policy,
+        run.run.seed,
+        stages,
+        terms,
+        _Trainer(trainer),
+        prepared.columns[policy.name],
+        max_new_tokens=None if not run.engines else sampling_of(run).max_new_tokens,  # type: ignore[union-attr]
+    )
+
+
+def sampling_of(run: RunFile) -> Sampling | None:
+    """Sampling parameters of training: those of the first engine section; `None` where nothing samples."""
+    for part in run.engines.values():
+        keys = part.core
+        return Sampling(
+            max_new_tokens=keys.max_new_tokens,
+            temperature=keys.temperature,
+            top_p=keys.top_p,
+            top_k=keys.top_k or 0,
+            stop=tuple(keys.stop),
+        )
+    return None
+
+
+def build_engines(
+    wiring: Wiring,
+    sources: Sources,
+    renderers: Mapping[str, Any],
+    place: Place,
+    addresses: Mapping[str, str] | None = None,
+) -> dict[str, Engine]:
+    """Engines (or their clients, in samplers) by name. An engine that serves several policies offers `policies`."""
+    from dataclasses import replace
+
+    run = wiring.run
+    first = next(iter(run.policies))
+    engines: dict[str, Engine] = {}
+    for part in run.engines.values():
+        loaded = wiring.catalogue.load(part.kind, part.use)
+        if len(run.policies) > 1 and "policies" not in loaded.provider.offered(part.options):
+            raise CombinationError(
+                f"engine {part.name!r} ({part.use}) serves one policy; the run has {list(run.policies)}",
+                fix="choose an engine that offers `policies`, or train one policy a run",
+            )
+        for index in range(part.core.count):
+            name = part.name if part.core.count == 1 else f"{part.name}-{index}"
+            engines[name] = wiring.build(
+                replace(part, name=name),
+                place,
+                policy=first,
+                model=sources[first]["actor"],
+                renderer=renderers[first],
+                address=(addresses or {}).get(name, ""),
+            )
+    return engines
+
+
+def _publishers(
+    prepared: Prepared,
+    trainer: Workers,
+    pool: Pool,
+    on_event: Callable[[str, Mapping[str, Any]], None],
+    follow: Callable[[Mapping[str, Any]], Any] | None,
+) -> Publishers:
+    wiring, run = prepared.wiring, prepared.wiring.run
+    assert run.sync is not None
+    publishers = {}
+    for policy in run.policies.values():
+        name = policy.name
+        links = {
+            key: wiring.build(run.sync, Place.ENGINE, policy=name, engine=engine, extensions=prepared.extensions)
+            for key, engine in pool.engines.items()
+        }
+        publishers[name] = Publisher(
+            pool,
+            wiring.build(run.sync, Place.CONTROLLER, policy=name),
+            links,
+            trainer,
+            run.sync.core,
+            policy.schedule.on_update.value,
+            policy=name,
+            on_event=on_event,
+            on_serving=follow,
+        )
+    return Publishers(publishers)
+
+
+def _sampling_policies(
+    wiring: Wiring,
+    renderers: Mapping[str, Any],
+    envs: Mapping[str, Mapping[str, Any]],
+    columns: Mapping[str, Mapping[str, ColumnSpec]],
+) -> dict[str, SamplingPolicy]:
+    sampling = sampling_of(wiring.run)
+    cut = sampling is not None and (sampling.top_p < 1 or sampling.top_k > 0)
+    return {
+        p.name: SamplingPolicy(
+            name=p.name,
+            renderer=renderers[p.name],
+            envs=envs[p.name],
+            want=frozenset({"keep_ids"} if cut else ()),
+            columns=columns[p.name],
+            deadline_s=p.schedule.episode_deadline_s,
+        )
+        for p in wiring.run.policies.values()
+    }
+
+
+async def _sampler(
+    prepared: Prepared, launcher: Any, pool: Pool | None, payload: Mapping[str, Any]
+) -> Sampler | RemoteSampler:
+    wiring, run = prepared.wiring, prepared.wiring.run
+    processes = max(p.schedule.samplers for p in run.policies.values())
+    if processes == 0 or pool is None:
+        return Sampler(
+            _sampling_policies(wiring, prepared.renderers, prepared.envs, prepared.columns),
+            None if pool is None else pool.generate,
+            run_seed=run.run.seed,
+            scorers={key: wiring.build(part, Place.CONTROLLER) for key, part in run.scorers.items()},
+            extensions=prepared.extensions,
+            abort_requests=None if pool is None else pool.abort,
+        )
+    workers = await launcher.start(
+        WorkerSpec(
+            place=Place.SAMPLER,
+            factory="miles_core.controller:sampler_worker",
+            count=processes,
+            payload={**payload, "engines": engine_addresses(pool)},
+            threads=run.run.threads,
+        )
+    )
+    await workers.call("start", timeout_s=START_TIMEOUT_S)
+    return RemoteSampler(workers, deadline_s=max(p.schedule.episode_deadline_s for p in run.policies.values()))
+
+
+def engine_addresses(pool: Pool) -> dict[str, str]:
+    """Where each engine can be reached from another process, for engines that say so (`address`)."""
+    return {name: str(address) for name, engine in pool.engines.items() if (address := getattr(engine, "address", ""))}
+
+
+def sampler_worker(
+    *,
+    rank: int,
+    count: int,
+    cancelled: Callable[[], bool],
+    tree: Mapping[str, Any],
+    lock: Mapping[str, Any],
+    run_dir: str,
+    sources: Mapping[str, Any],
+    engines: Mapping[str, str],
+) -> SamplerEndpoint:
+    """Factory named in the samplers' `WorkerSpec`: builds engine clients, environments and scorers of its own."""
+    wiring = wire(tree, lock, run_dir)
+    run, resolved = wiring.run, sources_from_plain(sources)
+    renderers = {
+        p.name: build_renderer(wiring, p, resolved[p.name]["actor"], Place.SAMPLER) for p in run.policies.values()
+    }
+    envs = {
+        p.name: {
+            key: wiring.build(part, Place.SAMPLER, policy=p.name, renderer=renderers[p.name])
+            for key, part in p.envs.items()
+        }
+        for p in run.policies.values()
+    }
+    extensions = wiring.extensions(Place.SAMPLER)
+    columns = {p.name: column_specs(wiring.stages(p), extensions) for p in run.policies.values()}
+    pool = Pool(build_engines(wiring, resolved, renderers, Place.SAMPLER, engines))
+    sampler = Sampler(
+        _sampling_policies(wiring, renderers, envs, columns),
+        pool.generate,
+        run_seed=run.run.seed,
+        scorers={key: wiring.build(part, Place.SAMPLER) for key, part in run.scorers.items()},
+        extensions=extensions,
+        abort_requests=pool.abort,
+    )
+    return SamplerEndpoint(sampler, pool)
+
+
+def describe_failure(error: BaseException) -> str:
+    """The error's code, or its class name: the status of a run that it ended."""
+    return error.code if isinstance(error, MilesError) else type(error).__name__

@@ -1,0 +1,66 @@
+"""A run's checkpoint as a Hugging Face folder: for `miles export`, and for runs that start from another run.
+
+The trainer of the run is built once more in this process, its state loaded, its actor written. The folder appears
+whole or not at all.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from miles_core.config.compose import from_tree
+from miles_core.controller import build_renderer, model_sources
+from miles_core.discovery import scan
+from miles_core.errors import InputError, RunExistsError
+from miles_core.provider import Place
+from miles_core.run import RunDir
+from miles_core.wiring import TrainerWorker, Wiring
+
+
+def export_cached(run_dir: Path, step: int | None) -> Path:
+    """The exported folder of a run's checkpoint (`step`, else best, else latest), made on first use and kept in the
+    run's `exports/`. Raises `RunNotFoundError` where there is no such checkpoint."""
+    run = RunDir.open(run_dir)
+    checkpoint = run.checkpoint(step)
+    folder = run.path / "exports" / checkpoint.folder.name
+    if not folder.exists():
+        export(run, checkpoint.step, folder)
+    return folder
+
+
+def export(run: RunDir, step: int | None, folder: Path, policy: str = "") -> int:
+    """Write the actor of `policy` (the only one, or the first) at a checkpoint to `folder`: the step that was written.
+
+    Raises `RunExistsError` where `folder` exists, `RunNotFoundError` where the checkpoint does not.
+    """
+    if folder.exists():
+        raise RunExistsError(f"{folder} exists", fix="name a folder that does not exist")
+    checkpoint = run.checkpoint(step)
+    catalogue = scan()
+    run_file = from_tree(run.tree(), catalogue)
+    chosen = run_file.policies.get(policy) if policy else next(iter(run_file.policies.values()))
+    if chosen is None:
+        raise InputError(
+            f"the run has no policy {policy!r}; it has {list(run_file.policies)}", fix="name one of these by --policy"
+        )
+    wiring = Wiring(run_file, catalogue, run.path)
+    sources = {p.name: model_sources(p, run_file.run.seed, export_cached) for p in run_file.policies.values()}
+    renderer = build_renderer(wiring, chosen, sources[chosen.name]["actor"], Place.CONTROLLER)
+    draft = folder.with_name(f".{folder.name}.draft")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    worker: Any = TrainerWorker(wiring, sources, 0, 1, lambda: False)
+    try:
+        worker.load(str(checkpoint.trainer))
+        worker.save_model(chosen.name, str(draft))
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    finally:
+        worker.close()
+    renderer.tokenizer.save(draft)
+    os.rename(draft, folder)
+    return checkpoint.step

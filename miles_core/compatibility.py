@@ -76,9 +76,9 @@ def members(protocol: type) -> tuple[str, ...]:
     """Attributes and methods that a Protocol asks for, inherited ones too."""
     names: dict[str, None] = {}
     for base in reversed(protocol.__mro__):
-        if base is not protocol and base in (object, Protocol) or not getattr(base, "_is_protocol", False):
+        if base in (object, Protocol) or not getattr(base, "_is_protocol", False):
             continue
-        own = [*base.__dict__.get("__annotations__", {}), *base.__dict__]
+        own = [*inspect.get_annotations(base), *vars(base)]
         names |= dict.fromkeys(n for n in own if n == "__call__" or not n.startswith("_"))
     return tuple(names)
 
@@ -196,9 +196,6 @@ def _requirements(run_file: RunFile, catalogue: Catalogue) -> Iterator[tuple[str
             yield f"algorithm of policy {policy.name!r}", "logprobs"
             if policy.schedule.max_staleness > 0:
                 yield f"schedule.on_update of policy {policy.name!r}", f"pause.{policy.schedule.on_update.value}"
-    for part in run_file.engines.values():
-        if part.core.top_p < 1 or part.core.top_k is not None:
-            yield f"top_p/top_k of {_label(part)}, to train on what it samples,", "keep_ids"
 
 
 def _offering(capability: str, catalogue: Catalogue) -> Iterator[Any]:

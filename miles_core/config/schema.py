@@ -334,3 +334,21 @@ class RunFile:
             for parts in policy.algorithm.parts.values():
                 found += parts.values()
         return tuple(found)
+
+
+#: Section of every key that core owns, to say where a misplaced key belongs.
+SECTION_OF = {
+    name: section
+    for section, cls in {
+        "backend": BackendKeys,
+        "sync": SyncKeys,
+        "rollout": EngineKeys,
+        "model": ModelKeys,
+        "optimizer": OptimizerConfig,
+        "algorithm": AlgorithmKeys,
+        "eval": EvalConfig,
+        "schedule": ScheduleConfig,
+        "run": RunConfig,
+    }.items()
+    for name in vars(cls)["__dataclass_fields__"]
+}

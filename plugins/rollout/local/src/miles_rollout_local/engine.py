@@ -1,0 +1,376 @@
+"""`LocalEngine`: the asynchronous face of the batch in `slots.py`.
+
+All state of the batch belongs to one worker thread. The event loop hands it requests and *commands* (pause, abort,
+weights …); the worker runs commands between two decode steps, and decodes step after step without coming back to the
+loop as long as there is work. Finished requests are handed over in batches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+
+from miles_core.contracts.engine import Completion, Health, PauseMode, Request
+from miles_core.errors import CapabilityError, ConfigError, DeadlineError, EngineError, MilesError, WeightError
+from miles_core.provider import BuildContext
+from miles_core.records import Version
+from miles_rollout_local import models
+from miles_rollout_local.config import LocalConfig
+from miles_rollout_local.fused import FusedForward
+from miles_rollout_local.plain import PlainForward
+from miles_rollout_local.port import TensorsPort
+from miles_rollout_local.slots import Job, Slots
+from miles_rollout_local.weights import LiveWeights
+
+#: Largest cache that `batch_invariant` allocates at once without being told a length.
+_UNASKED_CACHE_BYTES = 2**30
+
+
+def build(config: LocalConfig, context: BuildContext, offers: frozenset[str]) -> LocalEngine:
+    """The engine of `context.name`, with memory for its weights; version 0 arrives through the port."""
+    if context.core is not None and context.core.gpus:
+        raise ConfigError(
+            f"rollout {context.name!r} asks for {context.core.gpus} GPUs; the engine `local` runs on CPU",
+            fix="set rollout.gpus=0, or choose an engine for GPUs",
+        )
+    renderer = context.need("renderer")
+    model, verified = models.load(context.need("model"), config)
+    limit = models.max_length(model.config, config)
+    forward = FusedForward(model, limit, invariant=config.batch_invariant) if verified else PlainForward(model)
+    if config.batch_invariant and config.max_length is None:
+        _refuse_large_cache(config, model, limit)
+    slots = Slots(
+        forward,
+        name=context.name,
+        slots=config.slots,
+        max_length=limit,
+        vocabulary=model.config.vocab_size,
+        prefill_tokens=config.prefill_tokens,
+        stop_ids=renderer.stop_ids,
+        decode_text=lambda ids: renderer.tokenizer.decode(ids, skip_special=False),
+        invariant=config.batch_invariant,
+    )
+    return LocalEngine(context.name, context.policy, slots, LiveWeights(model), offers)
+
+
+def _refuse_large_cache(config: LocalConfig, model: Any, limit: int) -> None:
+    settings = model.config
+    width = getattr(settings, "head_dim", None) or settings.hidden_size // settings.num_attention_heads
+    heads = getattr(settings, "num_key_value_heads", settings.num_attention_heads)
+    size = config.slots * limit * settings.num_hidden_layers * heads * width * 2 * model.dtype.itemsize
+    if size > _UNASKED_CACHE_BYTES:
+        raise ConfigError(
+            f"batch_invariant: a constant cache of {config.slots} slots x {limit} tokens take {size / 2**30:.1f} GiB",
+            fix="set rollout.max_length to the longest prompt and answer together, or lower rollout.slots",
+        )
+
+
+class LocalEngine:
+    """Keeps `miles_core.contracts.engine.Engine` for one policy."""
+
+    def __init__(self, name: str, policy: str, slots: Slots, weights: LiveWeights, offers: frozenset[str]) -> None:
+        self.name, self.policy, self.slots, self.weights, self.offers = name, policy, slots, weights, offers
+        self.loading: Version | None = None  # between `begin` and `end`
+        self.torn = False  # tensors were written since the last complete version
+        self._paused = False
+        self._parking = False  # new requests wait outside until `resume`
+        self._draining: list[asyncio.Future[None]] = []  # callers of pause("finish")
+        self._closed = False
+        self._failure: BaseException | None = None
+        self._incoming: deque[Job] = deque()
+        self._parked: list[Job] = []
+        self._inflight: set[Job] = set()
+        self._commands: deque[tuple[Callable[[], Any], asyncio.Future[Any]]] = deque()
+        self._worker: ThreadPoolExecutor | None = None
+        self._running = False
+        self._port = TensorsPort(self)
+
+    # --- the contract ------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        if self._closed:
+            raise EngineError(f"engine {self.name!r} is closed", fix="build a new one")
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, thread_name_prefix=f"engine-{self.name}")
+
+    async def generate(self, request: Request) -> Completion:
+        """See `Engine.generate`. At temperature 0 log-probabilities are those at temperature 1. A request whose prompt
+        and answer would pass `max_length` ends there with finish `length`."""
+        job = self._accept(request)
+        loop = asyncio.get_running_loop()
+        job.done = loop.create_future()
+        self._inflight.add(job)
+        (self._parked if self._parking else self._incoming).append(job)
+        self._kick(loop)
+        timer = loop.call_later(request.deadline_s, self._expire, job)
+        try:
+            return await job.done
+        except BaseException:  # past its deadline, or cancelled: the slot must not stay taken
+            if job in self._parked:
+                self._parked.remove(job)
+            self._commands.append((lambda: self.slots.abort(lambda other: other is job), loop.create_future()))
+            self._kick(loop)
+            raise
+        finally:
+            timer.cancel()
+            self._inflight.discard(job)
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        wanted = None if request_ids is None else set(request_ids)
+
+        def chosen(job: Job) -> bool:
+            return wanted is None or job.request.id in wanted
+
+        self._incoming.extend(job for job in self._parked if chosen(job))
+        self._parked = [job for job in self._parked if not chosen(job)]
+        await self.control(lambda: self.slots.abort(chosen))
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See `Engine.pause`. Requests that come while `finish` waits are served after `resume`."""
+        if mode not in ("in_place", "recompute", "abort", "finish"):
+            raise CapabilityError(
+                f"engine {self.name!r} has no pause mode {mode!r}", fix="use in_place, recompute, abort or finish"
+            )
+        drained: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def stop() -> None:
+            self._paused = mode != "finish"
+            if mode == "recompute":
+                self.slots.preempt()
+            elif mode == "abort":
+                self.slots.abort(lambda job: True)
+            elif mode == "finish":
+                self._draining.append(drained)
+
+        self._parking |= mode == "finish"
+        await self.control(stop)
+        if mode == "finish":
+            await drained
+
+    async def resume(self) -> None:
+        self._parking = False
+        self._incoming.extend(self._parked)
+        self._parked.clear()
+
+        def go() -> None:
+            self._paused = False
+            self._draining.clear()
+
+        for waiter in self._draining:
+            _resolve(waiter, None, None)
+        await self.control(go)
+
+    def port(self, name: str) -> TensorsPort:
+        if name != "tensors":
+            raise CapabilityError(
+                f"engine {self.name!r} has no weight port {name!r}; it has `tensors`",
+                fix="choose a transport that requires weights.tensors, such as `bucketed`",
+            )
+        return self._port
+
+    async def health(self) -> Health:
+        detail = "closed" if self._closed else repr(self._failure) if self._failure else ""
+        waiting = len(self.slots.waiting) + len(self._incoming) + len(self._parked)
+        return Health(ok=not detail, detail=detail, running=len(self.slots.jobs), waiting=waiting)
+
+    async def close(self) -> None:
+        """Requests in flight fail with `EngineError`. Closing twice is fine."""
+        if self._closed:
+            return
+        self._closed = True
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            await asyncio.to_thread(worker.shutdown)
+        self._fail(EngineError(f"engine {self.name!r} was closed", fix="finish requests before closing"))
+
+    # --- for the port ------------------------------------------------------------------------------------------------
+
+    async def control(self, command: Callable[[], Any]) -> Any:
+        """Run `command` in the worker, between two decode steps; return its result or raise its error."""
+        self._alive()
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = loop.create_future()
+        self._commands.append((command, future))
+        self._kick(loop)
+        return await future
+
+    def check_policy(self, version: Version) -> None:
+        if version.policy != self.policy:
+            raise WeightError(
+                f"engine {self.name!r} serves policy {self.policy!r}; the weights are {version}",
+                fix="publish each policy to its own engines",
+            )
+
+    def check_invariance(self) -> None:
+        """With constant shapes, equal rows must give equal bits in every slot: prove it once, with real weights."""
+        s = self.slots
+        if not s.invariant:
+            return
+        length = min(8, s.max_length - 1)
+        width = s._width(length)
+        tokens = np.arange(length) % len(s.is_stop)
+        rows = max(1, 256 // width)
+        ids = np.zeros((rows, width), np.int64)
+        ids[:, :length] = tokens
+        logits, entries = s.forward.prefill(torch.from_numpy(ids), torch.full((rows,), length))
+        arena = s._room(entries)
+        arena[:, :, :width] = entries[:, :1]
+        where = torch.full((s.rows,), length)
+        mask = (torch.arange(s.capacity) <= length).expand(s.rows, 1, 1, -1)
+        decoded = s.forward.decode(torch.zeros(s.rows, dtype=torch.int64), where, arena, s.capacity, mask)
+        arena.zero_()
+        if not (bool((logits == logits[:1]).all()) and bool((decoded == decoded[:1]).all())):
+            raise EngineError(
+                f"engine {self.name!r} cannot be batch-invariant here: equal rows gave unequal bits in {s.rows} slots "
+                f"with {torch.get_num_threads()} threads",
+                fix="set run.threads=1 or another rollout.slots (a multiple of 16), or batch_invariant: false",
+            )
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _accept(self, request: Request) -> Job:
+        self._alive()
+        if self.slots.version is None:
+            raise EngineError(
+                f"engine {self.name!r} has no weights yet", fix="publish version 0 through port `tensors` first"
+            )
+        if request.policy != self.policy:
+            raise EngineError(
+                f"request {request.id!r} is for policy {request.policy!r}; engine {self.name!r} serves {self.policy!r}",
+                fix="route requests by policy",
+            )
+        lacking = request.want - self.offers
+        lacking |= {key for key in request.prompt if key != "tokens"}
+        if lacking:
+            raise CapabilityError(
+                f"request {request.id!r} wants {sorted(lacking)}; the engine `local` offers {sorted(self.offers)}",
+                fix="choose an engine that offers it",
+            )
+        prompt = np.asarray(request.prompt["tokens"], np.int64)
+        if not 0 < len(prompt) < self.slots.max_length:
+            raise EngineError(
+                f"the prompt of request {request.id!r} has {len(prompt)} tokens; from 1 to {self.slots.max_length - 1} "
+                "fit, so that an answer may follow",
+                fix="shorten the prompt, or raise rollout.max_length where the model allows it",
+            )
+        if prompt.min() < 0 or prompt.max() >= len(self.slots.is_stop):
+            raise EngineError(
+                f"the prompt of request {request.id!r} holds a token outside the vocabulary of "
+                f"{len(self.slots.is_stop)}",
+                fix="use the model's own tokenizer",
+            )
+        return Job(request, prompt, self.slots.max_length)
+
+    def _alive(self) -> None:
+        if self._failure is not None:
+            raise EngineError(
+                f"engine {self.name!r} failed earlier: {self._failure!r}", fix="see the first error; start a new engine"
+            ) from self._failure
+        if self._closed or self._worker is None:
+            raise EngineError(
+                f"engine {self.name!r} is {'closed' if self._closed else 'not started'}", fix="call start() first"
+            )
+
+    def _expire(self, job: Job) -> None:
+        if not job.done.done():
+            held = " (it is paused or loading weights)" if self._paused or self.loading else ""
+            job.done.set_exception(
+                DeadlineError(
+                    f"request {job.request.id!r} took over {job.request.deadline_s} s on engine {self.name!r}{held}",
+                    fix="raise the deadline, or look at what keeps the engine",
+                )
+            )
+
+    def _kick(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Let the worker run, once the loop has served everything that is ready now: requests join in one batch."""
+        if not self._running and self._worker is not None:
+            self._running = True
+            loop.call_soon(self._launch, loop)
+
+    def _launch(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._worker is None:
+            self._running = False
+        else:
+            self._worker.submit(self._work, loop)
+
+    def _landed(self, loop: asyncio.AbstractEventLoop, failure: Exception | None) -> None:
+        self._running = False
+        if failure is not None:
+            self._failure = failure
+            self._fail(failure)
+        elif self._commands or self._incoming:
+            self._kick(loop)
+
+    def _fail(self, cause: Exception) -> None:
+        """Nothing in flight will ever finish: say so to everyone who waits."""
+        error = cause
+        if not isinstance(cause, MilesError):
+            error = EngineError(f"engine {self.name!r} failed: {cause!r}", fix="see the cause; start a new engine")
+            error.__cause__ = cause
+        waiting = [job.done for job in self._inflight] + [future for _, future in self._commands] + self._draining
+        self._commands.clear()
+        self._draining.clear()
+        for future in waiting:
+            _resolve(future, None, error)
+
+    # --- in the worker thread ----------------------------------------------------------------------------------------
+
+    def _work(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Commands, then a step, and again, until there is nothing to do."""
+        failure: Exception | None = None
+        try:
+            with torch.inference_mode():
+                while self._turn(loop):
+                    pass
+        except Exception as error:
+            failure = error
+        loop.call_soon_threadsafe(self._landed, loop, failure)
+
+    def _turn(self, loop: asyncio.AbstractEventLoop) -> bool:
+        slots = self.slots
+        while self._incoming:
+            slots.waiting.append(self._incoming.popleft())
+        ran = bool(self._commands)
+        while self._commands:
+            command, future = self._commands.popleft()
+            result, error = None, None
+            try:
+                result = command()
+            except Exception as problem:
+                error = problem
+            self._hand_over(loop)  # an abort returns after the requests that it ended
+            loop.call_soon_threadsafe(_resolve, future, result, error)
+        stepping = slots.busy and not self._paused and self.loading is None
+        if stepping:
+            slots.step()
+            self._hand_over(loop)
+        if self._draining and not slots.busy and not self._incoming:
+            self._paused = True
+            while self._draining:
+                loop.call_soon_threadsafe(_resolve, self._draining.pop(), None, None)
+        return ran or stepping
+
+    def _hand_over(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self.slots.finished:
+            loop.call_soon_threadsafe(_deliver, self.slots.take_finished())
+
+
+def _deliver(finished: list[tuple[Job, Completion | Exception]]) -> None:
+    for job, result in finished:
+        failed = isinstance(result, Exception)
+        _resolve(job.done, None if failed else result, result if failed else None)
+
+
+def _resolve(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+    if future.done():  # its caller has gone: cancelled, or past its deadline
+        return
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)

@@ -1,0 +1,146 @@
+"""Forward of the Llama family (Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE) over a KV arena, one kernel where it can be.
+
+Same mathematics as the model's own forward, without its per-call Python: q, k, v in one matrix product, norms of
+queries and keys together, rotary embedding from a table, keys and values written by one copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+
+class FusedForward:
+    """Runs a verified model. `entry` is the shape of one token's keys and values in one layer: [2 * kv heads, head
+    dim], keys first."""
+
+    def __init__(self, model: Any, max_length: int, *, invariant: bool = False) -> None:
+        settings = model.config
+        self.body, self.head = model.model, model.lm_head
+        self.layers = list(model.model.layers)
+        attention = self.layers[0].self_attn
+        self.heads = settings.num_attention_heads
+        self.kv_heads = settings.num_key_value_heads
+        self.head_dim = attention.head_dim
+        self.scaling = attention.scaling
+        self.hidden = settings.hidden_size
+        self.eps = settings.rms_norm_eps
+        self.normed = hasattr(attention, "q_norm")
+        self.invariant = invariant
+        probe = torch.zeros(1, max_length, 1, dtype=self.head.weight.dtype)
+        cos, sin = model.model.rotary_emb(probe, torch.arange(max_length)[None])
+        # rotate_half(x) * sin == roll(x) * signed sin, with the first half's sign turned.
+        half = self.head_dim // 2
+        self.cos = cos[0, :, None]  # [positions, 1, head_dim]
+        self.sin = torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)[:, None]
+
+    @property
+    def entry(self) -> tuple[int, int]:
+        return 2 * self.kv_heads, self.head_dim
+
+    def prefill(self, ids: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`ids` int64 [b, t], padded on the right to t; `lengths` int64 [b].
+
+        Returns logits float32 [b, vocabulary] after each row's last token, and keys and values
+        [layers, b, t, 2 * kv heads, head dim]; entries beyond a row's length are meaningless.
+        """
+        b, t = ids.shape
+        entries = torch.empty(len(self.layers), b, t, *self.entry, dtype=self.head.weight.dtype)
+
+        def attend(index: int, heads: torch.Tensor) -> torch.Tensor:
+            heads = heads.view(b, t, -1, self.head_dim)
+            entries[index] = heads[:, :, self.heads :]
+            q, k, v = heads.transpose(1, 2).split([self.heads, self.kv_heads, self.kv_heads], 1)
+            # Padding stands on the right, so a causal mask already hides it from every real token.
+            out = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=self.scaling, enable_gqa=self.heads != self.kv_heads
+            )
+            return out.transpose(1, 2).reshape(b * t, -1)
+
+        positions = torch.arange(t).repeat(b)
+        x = self._layers(ids.reshape(-1), positions, attend)
+        last = torch.arange(b) * t + lengths - 1
+        return self._logits(x[last]), entries
+
+    def decode(
+        self, ids: torch.Tensor, positions: torch.Tensor, arena: torch.Tensor, span: int, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """One token for rows 0 … n-1 of `arena` [layers, rows, capacity, 2 * kv heads, head dim].
+
+        `ids`, `positions` int64 [n]; entries are written at `positions`; `mask` bool [n, 1, 1, span] says which of the
+        first `span` entries a row may see (`None`: all). Returns logits float32 [n, vocabulary].
+        """
+        n = len(ids)
+        capacity = arena.shape[2]
+        width = arena.shape[3] * arena.shape[4]
+        place = torch.arange(n) * capacity + positions
+
+        def attend(index: int, heads: torch.Tensor) -> torch.Tensor:
+            cache = arena[index]
+            cache.view(-1, width).index_copy_(0, place, heads[:, self.heads :].view(n, width))
+            seen = cache[:n, :span].transpose(1, 2)
+            q = heads[:, : self.heads].view(n, self.kv_heads, -1, self.head_dim)
+            k, v = seen[:, : self.kv_heads], seen[:, self.kv_heads :]
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scaling).reshape(n, -1)
+
+        return self._logits(self._layers(ids, positions, attend))
+
+    def _layers(
+        self, ids: torch.Tensor, positions: torch.Tensor, attend: Callable[[int, torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        x = F.embedding(ids, self.body.embed_tokens.weight)
+        cos, sin = self.cos[positions], self.sin[positions]
+        shape, half, mixed = (self.hidden,), self.head_dim // 2, self.heads + self.kv_heads
+        for index, layer in enumerate(self.layers):
+            attention = layer.self_attn
+            h = F.rms_norm(x, shape, layer.input_layernorm.weight, self.eps)
+            heads = F.linear(h, layer.qkv_weight, layer.qkv_bias).view(len(x), -1, self.head_dim)
+            turned = qk = heads[:, :mixed]
+            if self.normed:
+                scale = torch.cat(
+                    [
+                        attention.q_norm.weight.expand(self.heads, -1),
+                        attention.k_norm.weight.expand(self.kv_heads, -1),
+                    ]
+                )
+                turned = F.rms_norm(qk, (self.head_dim,), None, self.eps) * scale
+            torch.addcmul(turned * cos, turned.roll(half, -1), sin, out=qk)
+            x = _project(x, attend(index, heads), attention.o_proj)
+            h = F.rms_norm(x, shape, layer.post_attention_layernorm.weight, self.eps)
+            x = self._mlp(x, h, layer)
+        return x
+
+    def _mlp(self, x: torch.Tensor, h: torch.Tensor, layer: Any) -> torch.Tensor:
+        mlp = layer.mlp
+        if not hasattr(mlp, "experts"):
+            gate, up = F.linear(h, layer.gate_up_weight, layer.gate_up_bias).chunk(2, -1)
+            return _project(x, mlp.act_fn(gate) * up, mlp.down_proj)
+        if self.invariant:
+            return x + _all_experts(h, mlp)
+        return x + mlp(h[None])[0]
+
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(F.rms_norm(x, (self.hidden,), self.body.norm.weight, self.eps)).float()
+
+
+def _project(x: torch.Tensor, y: torch.Tensor, linear: Any) -> torch.Tensor:
+    """x + linear(y), in one product where there is no bias."""
+    if linear.bias is None:
+        return torch.addmm(x, y, linear.weight.t())
+    return x + F.linear(y, linear.weight, linear.bias)
+
+
+def _all_experts(h: torch.Tensor, mlp: Any) -> torch.Tensor:
+    """A mixture of experts in constant shapes: every expert sees every row, and unrouted ones weigh 0.
+
+    Dispatching rows to experts makes matrix shapes depend on the neighbours' routing, and so their bits.
+    """
+    _, weights, chosen = mlp.gate(h)
+    experts = mlp.experts
+    gate, up = torch.matmul(h, experts.gate_up_proj.transpose(1, 2)).chunk(2, -1)  # [experts, n, intermediate]
+    out = torch.matmul(experts.act_fn(gate) * up, experts.down_proj.transpose(1, 2))
+    share = torch.zeros(len(h), len(out), dtype=out.dtype).scatter_(1, chosen, weights.to(out.dtype))
+    return (out * share.t()[:, :, None]).sum(0)

@@ -1,0 +1,37 @@
+"""Entry point of `miles.rollout.v1`: describes the engine and builds it; everything heavy is imported in `_build`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from miles_core import hookimpl
+from miles_core.provider import BuildContext, Provider
+from miles_rollout_local.config import LocalConfig
+
+if TYPE_CHECKING:
+    from miles_rollout_local.engine import LocalEngine
+
+OFFERS = frozenset(
+    {"weights.tensors", "logprobs", "keep_ids", "pause.in_place", "pause.recompute", "pause.abort", "pause.finish"}
+)
+
+
+def _offers(config: LocalConfig) -> frozenset[str]:
+    return OFFERS | {"batch_invariant"} if config.batch_invariant else OFFERS
+
+
+def _build(config: LocalConfig, context: BuildContext) -> LocalEngine:
+    from miles_rollout_local.engine import build
+
+    return build(config, context, _offers(config))
+
+
+@hookimpl
+def miles_rollout() -> Provider[LocalConfig, LocalEngine]:
+    return Provider(
+        name="local",
+        config=LocalConfig,
+        build=_build,
+        offers=_offers,
+        summary="in-process engine on transformers models: continuous batching, CPU",
+    )

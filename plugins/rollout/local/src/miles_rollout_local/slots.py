@@ -1,0 +1,356 @@
+"""Continuous batching: requests wait, are prefilled into slots, decoded together, and leave one by one.
+
+Plain synchronous code, run by one thread (`engine.py`). Live requests always fill rows 0 … n-1 of the KV arena: one
+that leaves is replaced by the last. Per step there is one forward, one draw for all rows, and Python only for requests
+that join, leave, or carry stop strings or kept ids.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from miles_core.contracts.engine import Completion, Request
+from miles_core.errors import EngineError
+from miles_core.records import Finish, Span, Version
+from miles_rollout_local.sampling import Kept, Knobs, sample, uniform
+
+Array = np.ndarray[Any, Any]
+_FIELDS = "temperature top_k top_p seed draw count limit length last tail".split()
+
+
+class Forward(Protocol):
+    """What computes: `fused.FusedForward` or `plain.PlainForward`."""
+
+    def prefill(self, ids: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def decode(
+        self, ids: torch.Tensor, positions: torch.Tensor, arena: torch.Tensor, span: int, mask: torch.Tensor | None
+    ) -> torch.Tensor: ...
+
+
+class Job:
+    """One request inside the engine. `tokens`, `logprobs`: what was sampled before it last lost its slot."""
+
+    __slots__ = ("context", "done", "keep", "limit", "logprobs", "marks", "offset", "request", "tail", "tokens")
+
+    def __init__(self, request: Request, prompt: Array, max_length: int) -> None:
+        resume = request.resume
+        self.request = request
+        self.offset = 0 if resume is None else len(resume)  # draws already made by earlier calls
+        self.context = prompt if resume is None else np.concatenate([prompt, np.asarray(resume, np.int64)])
+        self.limit = min(request.sampling.max_new_tokens - self.offset, max_length - len(self.context))
+        self.tokens = np.zeros(0, np.int64)
+        self.logprobs = np.zeros(0, np.float32)
+        self.marks: list[tuple[int, Version]] = []  # from which token on which version sampled
+        self.keep: list[tuple[int, Array]] = []  # (token, kept ids), where wanted
+        self.tail = 0  # tokens to decode when looking for stop strings; 0 without any
+        stops = request.sampling.stop
+        if stops:
+            self.tail = max(len(stop.encode()) for stop in stops) + 8
+        self.done: Any = None  # a future, owned by the engine
+
+
+class Slots:
+    """The batch. `finished` collects (job, completion or error) until the engine takes them."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        *,
+        name: str,
+        slots: int,
+        max_length: int,
+        vocabulary: int,
+        prefill_tokens: int,
+        stop_ids: Sequence[int],
+        decode_text: Callable[[Sequence[int]], str],
+        invariant: bool = False,
+    ) -> None:
+        self.forward, self.name, self.max_length = forward, name, max_length
+        self.prefill_tokens, self.decode_text = prefill_tokens, decode_text
+        self.invariant, self.slots = invariant, slots
+        self.rows = -(-slots // 16) * 16 if invariant else slots  # matrix kernels treat a last odd row apart
+        self.capacity = -(-max_length // 16) * 16 if invariant else 0
+        self.arena: torch.Tensor | None = None
+        self.version: Version | None = None
+        self.waiting: deque[Job] = deque()
+        self.jobs: list[Job] = []
+        self.finished: list[tuple[Job, Completion | Exception]] = []
+        self.is_stop = np.zeros(vocabulary, bool)
+        self.is_stop[[i for i in stop_ids if 0 <= i < vocabulary]] = True
+        kinds = dict(temperature=np.float32, top_p=np.float32, seed=np.uint64)
+        self.state = {name: np.zeros(self.rows, kinds.get(name, np.int64)) for name in _FIELDS}
+        self.out = np.zeros((self.rows, 16), np.int64)
+        self.scores = np.zeros((self.rows, 16), np.float32)
+
+    # --- between two steps -------------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.jobs or self.waiting)
+
+    def activate(self, version: Version) -> None:
+        """Tokens sampled from now on carry `version`."""
+        self.version = version
+        for row, job in enumerate(self.jobs):
+            self._mark(job, int(self.state["count"][row]))
+        for job in self.waiting:
+            if job.marks:
+                self._mark(job, len(job.tokens))
+
+    def preempt(self) -> None:
+        """Every running request gives up its slot and cache, and waits, first in line, with its tokens kept."""
+        for row, job in enumerate(self.jobs):
+            self._store(row, job)
+        self.waiting.extendleft(reversed(self.jobs))
+        self.jobs = []
+
+    def abort(self, chosen: Callable[[Job], bool]) -> None:
+        """End the requests that `chosen` picks, with what they have sampled so far."""
+        rows = [row for row, job in enumerate(self.jobs) if chosen(job)]
+        self._leave(rows, [Finish.ABORT] * len(rows))
+        gone = [job for job in self.waiting if chosen(job)]
+        if gone:
+            self.waiting = deque(job for job in self.waiting if job not in gone)
+            self.finished += [(job, self._complete(job, Finish.ABORT)) for job in gone]
+
+    def take_finished(self) -> list[tuple[Job, Completion | Exception]]:
+        done, self.finished = self.finished, []
+        return done
+
+    # --- a step ------------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Admit what fits, then decode one token for every running request."""
+        if self.waiting and len(self.jobs) < self.slots:
+            self._admit()
+        n = len(self.jobs)
+        if not n:
+            return
+        s = self.state
+        run = self.rows if self.invariant else n
+        if run > n:  # idle rows compute on their first entry, so that no softmax is empty
+            s["length"][n:] = s["last"][n:] = 0
+        positions = s["length"][:run]
+        span = self.capacity if self.invariant else int(positions.max()) + 1
+        self._reserve(span)
+        where = torch.from_numpy(positions)
+        mask = None
+        if self.invariant or int(positions.min()) + 1 < span:
+            mask = (torch.arange(span)[None] <= where[:, None])[:, None, None]
+        assert self.arena is not None
+        logits = self.forward.decode(torch.from_numpy(s["last"][:run]), where, self.arena, span, mask)
+        s["length"][:n] += 1
+        self._emit(0, n, logits[:n])
+
+    def _admit(self) -> None:
+        """Prefill waiting requests, each distinct context once, at most `prefill_tokens` between two decode steps."""
+        contexts: dict[bytes, int] = {}
+        unique: list[Array] = []
+        joined: list[tuple[Job, int]] = []
+        widest = 0
+        while self.waiting and len(self.jobs) + len(joined) < self.slots:
+            job = self.waiting[0]
+            if job.limit - len(job.tokens) <= 0:
+                self.waiting.popleft()
+                self.finished.append((job, self._complete(job, Finish.LENGTH)))
+                continue
+            context = np.concatenate([job.context, job.tokens]) if len(job.tokens) else job.context
+            key = context.tobytes()
+            if key not in contexts:
+                width = max(widest, self._width(len(context)))
+                if unique and width * (len(unique) + 1) > self.prefill_tokens:
+                    break
+                widest = width
+                contexts[key] = len(unique)
+                unique.append(context)
+            joined.append((self.waiting.popleft(), contexts[key]))
+        if not joined:
+            return
+        first = len(self.jobs)
+        index = np.array([which for _, which in joined])
+        lengths = np.array([len(c) for c in unique])
+        logits = self._prefill(unique, lengths, first, index)
+        for row, (job, which) in enumerate(joined, first):
+            self._seat(row, job, int(lengths[which]))
+        self.jobs += [job for job, _ in joined]
+        self._emit(first, len(self.jobs), logits[torch.from_numpy(index)])
+
+    def _width(self, length: int) -> int:
+        """Padded length of a prefill row: its own; a power of two in constant shapes, by its own length only."""
+        if not self.invariant:
+            return length
+        return min(max(16, 1 << (length - 1).bit_length()), self.capacity)
+
+    def _prefill(self, contexts: list[Array], lengths: Array, first: int, index: Array) -> torch.Tensor:
+        """Compute `contexts`, write their entries to rows `first …` (row first + i takes context index[i])."""
+        widths = np.array([self._width(int(n)) for n in lengths])
+        chunks: list[tuple[Array, int, int]] = []  # contexts, rows, width
+        if self.invariant:
+            for width in np.unique(widths).tolist():
+                members, rows = np.flatnonzero(widths == width), max(1, 256 // width)
+                chunks += [(members[i : i + rows], rows, width) for i in range(0, len(members), rows)]
+        else:
+            chunks = [(np.arange(len(contexts)), len(contexts), int(widths.max()))]
+        results: list[torch.Tensor | None] = [None] * len(contexts)
+        self._reserve(int(lengths.max()))
+        for members, rows, width in chunks:
+            ids = np.zeros((rows, width), np.int64)
+            sizes = np.ones(rows, np.int64)
+            for row, member in enumerate(members):
+                ids[row, : lengths[member]] = contexts[member]
+                sizes[row] = lengths[member]
+            logits, entries = self.forward.prefill(torch.from_numpy(ids), torch.from_numpy(sizes))
+            arena = self._room(entries)
+            source = np.full(len(contexts), -1)
+            source[members] = np.arange(len(members))
+            taken = np.flatnonzero(source[index] >= 0)
+            span = min(width, arena.shape[2])
+            arena[:, torch.from_numpy(first + taken), :span] = entries[:, torch.from_numpy(source[index[taken]]), :span]
+            for row, member in enumerate(members):
+                results[member] = logits[row]
+        return torch.stack(results)  # type: ignore[arg-type]
+
+    def _seat(self, row: int, job: Job, length: int) -> None:
+        s, sampling, count = self.state, job.request.sampling, len(job.tokens)
+        s["temperature"][row] = sampling.temperature
+        s["top_k"][row], s["top_p"][row] = sampling.top_k, sampling.top_p
+        s["seed"][row], s["draw"][row] = job.request.seed & (2**64 - 1), job.offset
+        s["count"][row], s["limit"][row], s["length"][row] = count, job.limit, length
+        s["tail"][row] = job.tail
+        if count:
+            self._widen(count)
+            self.out[row, :count], self.scores[row, :count] = job.tokens, job.logprobs
+        if not job.marks:
+            self._mark(job, 0)
+
+    def _emit(self, start: int, end: int, logits: torch.Tensor) -> None:
+        """Sample one token for rows start … end-1, note it, and let go of those that are done."""
+        s, rows = self.state, slice(start, end)
+        count = s["count"][rows]
+        knobs = Knobs(s["temperature"][rows], s["top_k"][rows], s["top_p"][rows])
+        tokens, scores, kept = sample(logits, uniform(s["seed"][rows], s["draw"][rows] + count), knobs)
+        self._widen(int(count.max()) + 1)
+        where = np.arange(start, end)
+        self.out[where, count], self.scores[where, count] = tokens, scores
+        if kept is not None:
+            self._note_kept(start, kept)
+        count += 1  # a view of the state
+        s["last"][rows] = tokens
+        stopped, full, broken = self.is_stop[tokens], count >= s["limit"][rows], ~np.isfinite(scores)
+        for i in np.flatnonzero((s["tail"][rows] > 0) & ~stopped).tolist():
+            stopped[i] = self._says_stop(start + i)
+        done = stopped | full | broken
+        if done.any():
+            leaving = np.flatnonzero(done)
+            reasons = [Finish.ERROR if broken[i] else Finish.STOP if stopped[i] else Finish.LENGTH for i in leaving]
+            self._leave((leaving + start).tolist(), reasons)
+
+    def _note_kept(self, start: int, kept: Kept) -> None:
+        parts = np.split(kept.ids, np.cumsum(kept.counts)[:-1])
+        for row, ids in zip((kept.rows + start).tolist(), parts, strict=True):
+            job = self.jobs[row]
+            if "keep_ids" in job.request.want and len(ids) < len(self.is_stop):
+                job.keep.append((int(self.state["count"][row]), ids))
+
+    def _says_stop(self, row: int) -> bool:
+        """Whether a stop string stands in the text, across token borders. Only the tail can hold a new one."""
+        job, count = self.jobs[row], int(self.state["count"][row])
+        ids = self.out[row, max(0, count - job.tail) : count].tolist()
+        if count < job.tail and job.offset:  # reach back into what an earlier call sampled
+            back = min(job.offset, job.tail - count)
+            ids = job.context[len(job.context) - back :].tolist() + ids
+        text = self.decode_text(ids)
+        return any(stop in text for stop in job.request.sampling.stop)
+
+    # --- leaving -----------------------------------------------------------------------------------------------------
+
+    def _leave(self, rows: list[int], reasons: list[Finish]) -> None:
+        """Complete the requests in `rows` (ascending) and close the gaps with the last rows."""
+        for row, reason in zip(rows, reasons, strict=True):
+            job = self.jobs[row]
+            self._store(row, job)
+            if reason is Finish.ERROR:
+                if self.arena is not None:
+                    self.arena[:, row] = 0  # masked entries count 0 times, and 0 x NaN would reach the next tenant
+                problem = EngineError(
+                    f"engine {self.name!r}: the model gave a log-probability that is not finite for request "
+                    f"{job.request.id!r} at token {len(job.tokens) - 1}, with weights {self.version}",
+                    fix="look for NaN in the weights or a learning rate that is too high",
+                )
+                self.finished.append((job, problem))
+            else:
+                self.finished.append((job, self._complete(job, reason)))
+        n, gone = len(self.jobs), set(rows)
+        left = n - len(rows)
+        holes = [row for row in rows if row < left]
+        if holes:
+            movers = [row for row in range(left, n) if row not in gone]
+            for value in (*self.state.values(), self.out, self.scores):
+                value[holes] = value[movers]
+            for hole, mover in zip(holes, movers, strict=True):
+                self.jobs[hole] = self.jobs[mover]
+            if self.arena is not None:
+                span = int(self.state["length"][holes].max())
+                self.arena[:, holes, :span] = self.arena[:, movers, :span]
+        del self.jobs[left:]
+
+    def _store(self, row: int, job: Job) -> None:
+        count = int(self.state["count"][row])
+        job.tokens, job.logprobs = self.out[row, :count].copy(), self.scores[row, :count].copy()
+
+    def _complete(self, job: Job, finish: Finish) -> Completion:
+        n = len(job.tokens)
+        columns: dict[str, Array] = {"tokens": job.tokens.astype(np.int32), "logprobs": job.logprobs}
+        if "keep_ids" in job.request.want:
+            counts = np.zeros(n, np.int32)
+            for token, ids in job.keep:
+                counts[token] = len(ids)
+            columns["keep_counts"] = counts
+            columns["keep_ids"] = np.concatenate([np.zeros(0, np.int32), *(ids for _, ids in job.keep)])
+        ends = [start for start, _ in job.marks[1:]] + [n]
+        spans = tuple(
+            Span(start=start, end=end, version=version)
+            for (start, version), end in zip(job.marks, ends, strict=False)
+            if end > start
+        )
+        return Completion(request=job.request.id, columns=columns, spans=spans, finish=finish, engine=self.name)
+
+    def _mark(self, job: Job, start: int) -> None:
+        assert self.version is not None
+        if job.marks and job.marks[-1][0] == start:
+            job.marks[-1] = (start, self.version)
+        else:
+            job.marks.append((start, self.version))
+
+    # --- memory ------------------------------------------------------------------------------------------------------
+
+    def _reserve(self, span: int) -> None:
+        """Let the arena hold `span` entries a row. It grows with what is used; constant shapes never grow."""
+        if self.invariant or span <= self.capacity:
+            return
+        self.capacity = max(span, min(self.max_length, max(32, 2 * self.capacity)))
+        if self.arena is not None:
+            layers, rows, held, *entry = self.arena.shape
+            wider = self.arena.new_zeros(layers, rows, self.capacity, *entry)
+            used = len(self.jobs)
+            wider[:, :used, :held] = self.arena[:, :used]
+            self.arena = wider
+
+    def _room(self, entries: torch.Tensor) -> torch.Tensor:
+        """The arena [layers, rows, capacity, *entry], made when the first entries show their shape."""
+        if self.arena is None:
+            layers, _, _, *entry = entries.shape
+            self.arena = entries.new_zeros(layers, self.rows, self.capacity, *entry)
+        return self.arena
+
+    def _widen(self, count: int) -> None:
+        width = self.out.shape[1]
+        if count > width:
+            more = ((0, 0), (0, max(width, count - width)))
+            self.out, self.scores = np.pad(self.out, more), np.pad(self.scores, more)

@@ -36,7 +36,9 @@ def batch_mismatch(batch: Batch) -> dict[str, Metric]:
     columns = batch.columns
     if "proximal_logprobs" not in columns or "behaviour_logprobs" not in columns:
         return {}
-    mask = columns["trainable"] & (columns["origin"] == Origin.SAMPLED)
+    mask = columns["trainable"]
+    if "origin" in columns:  # the token axis: demonstrations have no behaviour
+        mask = mask & (columns["origin"] == Origin.SAMPLED)
     return mismatch(columns["proximal_logprobs"], columns["behaviour_logprobs"], mask)
 
 

@@ -1,12 +1,13 @@
 """Shared formulas in NumPy, for stages: advantages, whitening, KL estimators, denominators, mismatch.
 
 Statistics are float64 and global over the batch that a stage is given. Grouping is by group identity, never by
-position, so the order of episodes changes no result. Importing this module does not import torch. An episode whose
+position, and sums are exactly rounded, so the order of episodes changes no bit. Importing this module does not import torch. An episode whose
 reward is NaN (failed, not rewarded, or excluded from the baseline) is in no statistic and gets the advantage NaN.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import numpy as np
@@ -47,8 +48,10 @@ def group_advantages(
         if len(values) == 1 or all_equal(values):
             advantage[members] = 0.0
             continue
-        centred = values - values.mean()
-        advantage[members] = centred if scale == "none" else centred / (values.std(ddof=ddof) + eps)
+        centred = values - math.fsum(values) / len(values)
+        if scale == "std":
+            centred /= math.sqrt(math.fsum(centred**2) / (len(values) - ddof)) + eps
+        advantage[members] = centred
     return advantage
 
 
@@ -62,7 +65,7 @@ def leave_one_out_advantages(reward: Array, group_of: Array) -> Array:
             advantage[members] = 0.0
             continue
         # R_i − (S − R_i) / (n − 1) = (R_i − mean) · n / (n − 1)
-        advantage[members] = (values - values.mean()) * (n / (n - 1))
+        advantage[members] = (values - math.fsum(values) / n) * (n / (n - 1))
     return advantage
 
 
@@ -91,15 +94,15 @@ def whiten(x: Array, mask: Array, *, shift_mean: bool = True) -> Array:
 
 def kl(d: Array, estimator: Estimator) -> Array:
     """The estimator of KL per unit from d = π − π_ref (log-probabilities): float64."""
-    d = d.astype(np.float64)
-    if estimator == "k1":
-        return d
+    value: Array = d.astype(np.float64)
     if estimator == "k2":
-        return d**2 / 2
-    if estimator == "k3":
-        return np.exp(np.clip(-d, -EXP_LIMIT, EXP_LIMIT)) - 1.0 + d
-    clamped = np.clip(d, -EXP_LIMIT, EXP_LIMIT)
-    return np.clip(np.exp(-clamped) - 1.0 + clamped, -10.0, 10.0)
+        value = value**2 / 2
+    elif estimator == "k3":
+        value = np.expm1(np.clip(-value, -EXP_LIMIT, EXP_LIMIT)) + value
+    elif estimator == "low_var":
+        value = np.clip(value, -EXP_LIMIT, EXP_LIMIT)
+        value = np.clip(np.expm1(-value) + value, -10.0, 10.0)
+    return value
 
 
 def _groups(reward: Array, group_of: Array) -> list[Array]:

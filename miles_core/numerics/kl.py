@@ -24,10 +24,10 @@ def kl(d: torch.Tensor, estimator: Estimator) -> torch.Tensor:
     if estimator == "k2":
         return d * d / 2
     if estimator == "k3":
-        return (-d).clamp(-EXP_LIMIT, EXP_LIMIT).exp() - 1 + d
+        return (-d).clamp(-EXP_LIMIT, EXP_LIMIT).expm1() + d
     if estimator == "low_var":
         clamped = d.clamp(-EXP_LIMIT, EXP_LIMIT)
-        return ((-clamped).exp() - 1 + clamped).clamp(-10.0, 10.0)
+        return ((-clamped).expm1() + clamped).clamp(-10.0, 10.0)
     raise ValueError(f"estimator is {estimator!r}; choose k1, k2, k3 or low_var")
 
 

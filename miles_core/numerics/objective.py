@@ -8,8 +8,7 @@ works on torch tensors and on NumPy arrays alike.
 What `evaluate` expects of a view (`contracts.learning.View`), beyond the Protocol:
 - `view["trainable"]` bool [units]; `view["weight.<term>"]` float [units] for every term that is not dynamic;
   `"rejected" in view`, `"correction_weight" in view`, `"proximal_logprobs" in view`, `"behaviour_logprobs" in view`
-  answer for the minibatch, and are equal on every rank and micro-batch. `view["origin"]` is there with
-  `behaviour_logprobs`.
+  answer for the minibatch, and are equal on every rank and micro-batch; so does `"origin" in view`.
 - At least one unit. A rank that has nothing to do passes a micro-batch without trainable units.
 - Only for terms of level trajectory, episode or group: `atom_sum` and `owns` of that level.
 Columns may live in any float dtype; outputs are float32 or better.
@@ -256,7 +255,9 @@ def _mismatch(inputs: _Inputs) -> Sums:
     view = inputs.view
     if "proximal_logprobs" in view or "behaviour_logprobs" not in view or LOGPROBS not in inputs.outputs:
         return {}
-    mask = inputs.trainable & (view["origin"] == Origin.SAMPLED)
+    mask = inputs.trainable
+    if "origin" in view:  # the token axis: demonstrations have no behaviour
+        mask = mask & (view["origin"] == Origin.SAMPLED)
     log_w = _f64(_detach(inputs.output(LOGPROBS))) - _f64(inputs.column("behaviour_logprobs"))
     log_w = _select(mask, log_w)
     m = _like(mask, log_w)

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     Array = np.ndarray[Any, Any]
+else:
+    Array = Any  # importable without NumPy
 
 #: (numerator, denominator): metrics are added up before they are divided.
 Metric = tuple[float, float]

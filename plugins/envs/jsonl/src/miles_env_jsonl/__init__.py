@@ -1,0 +1,1 @@
+"""Miles environment `jsonl`: tasks from a file, reward from a Python function."""

@@ -1,0 +1,140 @@
+"""The environment: opens the file once tasks are asked for, and scores with the user's function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from miles_core.config.schema import EpisodeSource
+from miles_core.errors import DataError
+from miles_core.records import Score, Task
+from miles_env_jsonl import reward
+from miles_env_jsonl.config import JsonlConfig, OnOverlap
+from miles_env_jsonl.files import find, open_rows, split_slice
+from miles_env_jsonl.tasks import (
+    FileTasks,
+    Needs,
+    Reader,
+    hold_out,
+    parsed_or_data_error,
+    shuffler,
+    without_overlap,
+)
+
+if TYPE_CHECKING:
+    from miles_core.contracts.environment import EpisodeContext
+    from miles_core.provider import BuildContext
+    from miles_core.records import Array
+
+
+def build(config: JsonlConfig, context: BuildContext) -> JsonlEnvironment:
+    """Raises `ConfigError` where the reward function cannot be used. Files are opened by `tasks`."""
+    base = context.run.run.folder
+    folders = tuple(dict.fromkeys(Path(f).resolve() for f in (base, Path.cwd()) if f is not None))
+    function = None if config.reward is None else reward.load(config.reward, folders)
+    demonstrated = context.run.policies[context.policy].algorithm.keys.episodes == EpisodeSource.demonstrations
+    needs = Needs(
+        answer=not demonstrated and (function is None or reward.needs_answer(function)), demonstration=demonstrated
+    )
+    return JsonlEnvironment(
+        config,
+        name=context.name,
+        seed=context.seed,
+        policy=context.policy,
+        folders=folders,
+        function=function,
+        needs=needs,
+    )
+
+
+class JsonlEnvironment:
+    """Keeps the contract `Environment`, single-turn."""
+
+    def __init__(
+        self,
+        config: JsonlConfig,
+        *,
+        name: str,
+        seed: int,
+        policy: str,
+        folders: tuple[Path, ...],
+        function: Callable[..., Any] | None,
+        needs: Needs,
+    ) -> None:
+        self._config, self._name, self._seed, self._policy = config, name, seed, policy
+        self._folders, self._needs = folders, needs
+        self._runner = None
+        if function is not None:
+            assert config.reward is not None
+            self._runner = reward.Runner(function, config.reward, config.reward_deadline_s, config.reward_threads)
+        held_out = config.eval_path is not None or config.eval_fraction is not None
+        self.task_splits: tuple[str, ...] = ("train", "eval") if held_out else ("train",)
+        self._sources: dict[str, FileTasks] = {}
+
+    def tasks(self, split: str) -> FileTasks:
+        """Raises `DataError` for a missing file, an empty split, or a bad row among those checked beforehand."""
+        if split not in self.task_splits:
+            raise DataError(
+                f"environment {self._name!r} has no split {split!r}",
+                fix="set env.eval_fraction, or env.eval_path" if split == "eval" else "ask for `train` or `eval`",
+            )
+        if not self._sources:
+            self._sources = self._open()
+        return self._sources[split]
+
+    async def score(self, task: Task, context: EpisodeContext) -> Score:
+        """What the reward function says; without one, 1 where the answer is equal (outer blanks aside), else 0."""
+        if self._runner is None:
+            if task.answer is None:
+                return Score(reward=None)
+            right = context.text.strip() == task.answer.strip()
+            return Score(reward=float(right), info={"verdict": "right" if right else "wrong"})
+        offered = {
+            "text": context.text,
+            "answer": task.answer,
+            "prompt": task.prompt,
+            "metadata": dict(task.metadata),
+            "finish": context.finish,
+            "task": task,
+        }
+        return await self._runner.call(offered, task.id)
+
+    def _open(self) -> dict[str, FileTasks]:
+        config = self._config
+        train, rows = self._reader(config.path)
+        sources = {}
+        if config.eval_path is not None:
+            held, held_rows = self._reader(config.eval_path)
+            drop = config.on_overlap == OnOverlap.drop
+            rows = without_overlap(train, rows, held, held_rows, drop=drop, name=self._name)
+            sources["eval"] = self._source(held, held_rows, "eval", config.eval_path)
+        elif config.eval_fraction is not None:
+            rows, held_rows = hold_out(train, rows, config.eval_fraction, self._name)
+            sources["eval"] = self._source(train, held_rows, "eval", config.path)
+        else:
+            for row in rows[: config.check_rows]:
+                parsed_or_data_error(train, int(row), self._name)
+        sources["train"] = self._source(train, rows, "train", config.path)
+        # The first task is checked before the run, whichever row the shuffle puts there.
+        parsed_or_data_error(train, sources["train"].row(0), self._name)
+        return sources
+
+    def _reader(self, path: str) -> tuple[Reader, Array]:
+        name, cut = split_slice(path)
+        rows = open_rows(find(name, self._folders))
+        return Reader(rows, self._config, self._needs), np.arange(len(rows), dtype=np.int64)[cut]
+
+    def _source(self, reader: Reader, rows: Array, split: str, path: str) -> FileTasks:
+        if not len(rows):
+            raise DataError(
+                f"environment {self._name!r}: split {split!r} is empty; {path!r} has {len(reader.rows)} rows"
+                + (" before slicing" if "@[" in path else ""),
+                fix="add rows, widen the slice, or choose another eval_fraction",
+            )
+        shuffled = None
+        if split == "train" and self._config.shuffle:
+            shuffled = shuffler(self._seed, self._policy, self._name, len(rows))
+        return FileTasks(reader, rows, name=self._name, split=split, shuffled=shuffled)

@@ -1,0 +1,232 @@
+"""From rows to tasks: what a row must hold, which rows make a split, and the order in which they come."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from miles_core.columns import Array
+from miles_core.errors import DataError, LateDataError
+from miles_core.records import Message, Prompt, Task
+from miles_core.seeds import generator
+from miles_env_jsonl.config import JsonlConfig
+from miles_env_jsonl.files import BadRow, Rows, kind_of
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What rows must hold beside a prompt."""
+
+    answer: bool = False
+    demonstration: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parsed:
+    """One row, checked."""
+
+    prompt: Prompt
+    answer: str | None
+    demonstrations: tuple[Prompt, ...]
+    metadata: Mapping[str, Any]
+
+
+class Reader:
+    """Reads and checks single rows. Raises `BadRow` with file and line."""
+
+    def __init__(self, rows: Rows, config: JsonlConfig, needs: Needs) -> None:
+        self.rows, self._config, self._needs = rows, config, needs
+
+    def parse(self, row: int) -> Parsed:
+        c = self._config
+        value = dict(self.rows.read(row))
+        where = self.rows.where(row)
+        tail: Prompt = ()
+        if value.get(c.prompt_field) is not None:
+            prompt = _text_or_messages(value.pop(c.prompt_field), where, c.prompt_field)
+            if not isinstance(prompt, str) and prompt[-1].role == "assistant":
+                fix = "put whole conversations under `messages`, or end the prompt with the user's turn"
+                raise BadRow(where, f"field {c.prompt_field!r} ends with an assistant's turn", fix)
+        elif value.get("messages") is not None:
+            prompt, tail = _conversation(value.pop("messages"), where)
+        else:
+            found = ", ".join(sorted(value)) or "nothing"
+            fix = "add the field, or name yours with env.prompt_field"
+            raise BadRow(where, f"no field {c.prompt_field!r} (nor 'messages'); it has {found}", fix)
+        answer = self._answer(value.pop(c.answer_field, None), where)
+        shown = value.pop(c.demonstration_field, None)
+        if shown is not None:
+            demonstration = _text_or_messages(shown, where, c.demonstration_field)
+        else:
+            demonstration = tail or answer or ()
+        if self._needs.demonstration and not demonstration:
+            fix = f"add {c.demonstration_field!r} or {c.answer_field!r}, or an assistant's turn in `messages`"
+            raise BadRow(where, "nothing to demonstrate, and the algorithm trains on demonstrations", fix)
+        if isinstance(demonstration, tuple) and demonstration and all(m.role != "assistant" for m in demonstration):
+            raise BadRow(where, "the demonstration has no assistant's turn", "add one")
+        return Parsed(
+            prompt=prompt,
+            answer=answer,
+            demonstrations=(demonstration,) if demonstration else (),
+            metadata=self._metadata(value, where),
+        )
+
+    def _answer(self, value: Any, where: str) -> str | None:
+        field = self._config.answer_field
+        if value is None:
+            if self._needs.answer:
+                fix = "add the field, name yours with env.answer_field, or give a reward function that needs none"
+                raise BadRow(where, f"no field {field!r}, which the reward needs", fix)
+            return None
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise BadRow(where, f"field {field!r} is a {kind_of(value)}", "make it a string or a number")
+        return str(value)
+
+    def _metadata(self, rest: dict[str, Any], where: str) -> dict[str, Any]:
+        own = rest.pop(self._config.metadata_field, None)
+        if own is not None and not isinstance(own, Mapping):
+            raise BadRow(where, f"field {self._config.metadata_field!r} is a {kind_of(own)}", "make it an object")
+        merged = {**rest, **(own or {})}
+        try:
+            json.dumps(merged, allow_nan=False)
+        except (TypeError, ValueError):  # Parquet holds dates and decimals; task metadata is JSON
+            merged = json.loads(json.dumps(_finite(merged), default=str))
+        return merged
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(k): _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not np.isfinite(value) else value
+
+
+def _text_or_messages(value: Any, where: str, field: str) -> Prompt:
+    if isinstance(value, str):
+        if not value:
+            raise BadRow(where, f"field {field!r} is empty", "remove the row, or fill the field")
+        return value
+    return _messages(value, where, field)
+
+
+def _messages(value: Any, where: str, field: str) -> tuple[Message, ...]:
+    if not isinstance(value, Sequence) or isinstance(value, bytes) or not len(value):
+        found = "an empty list" if isinstance(value, Sequence) else f"a {kind_of(value)}"
+        raise BadRow(where, f"field {field!r} is {found}", "make it a string or a list of messages")
+    messages = []
+    for index, item in enumerate(value):
+        place = f"field {field!r}, message {index}"
+        if not isinstance(item, Mapping):
+            raise BadRow(where, f"{place} is a {kind_of(item)}", 'write {"role": "user", "content": "…"}')
+        role, content = item.get("role"), item.get("content")
+        if role not in ROLES:
+            raise BadRow(where, f"{place} has role {role!r}", "use one of " + ", ".join(ROLES))
+        if not isinstance(content, str):
+            raise BadRow(where, f"{place} has a {kind_of(content)} as content", "make it a string: only text is read")
+        messages.append(Message(role=role, content=content))
+    return tuple(messages)
+
+
+def _conversation(value: Any, where: str) -> tuple[Prompt, Prompt]:
+    """Prompt and demonstration: cut before the first assistant's turn."""
+    messages = _messages(value, where, "messages")
+    cut = next((i for i, m in enumerate(messages) if m.role == "assistant"), len(messages))
+    if cut == 0:
+        raise BadRow(where, "field 'messages' begins with an assistant's turn", "begin it with the user's")
+    return messages[:cut], messages[cut:]
+
+
+def prompt_key(prompt: Prompt) -> bytes:
+    """A digest of the prompt: what splits must not share."""
+    plain = prompt if isinstance(prompt, str) else [[m.role, m.content] for m in prompt]
+    return hashlib.sha256(json.dumps(plain, ensure_ascii=False).encode("utf-8", "surrogatepass")).digest()[:16]
+
+
+class FileTasks:
+    """Keeps the contract `TaskSource` over some rows of a file. Row numbers of the file are the tasks' indices."""
+
+    def __init__(
+        self,
+        reader: Reader,
+        rows: Array,
+        *,
+        name: str,
+        split: str,
+        shuffled: Callable[[int], Array] | None,
+    ) -> None:
+        self.reader, self.indices = reader, rows
+        self.size: int | None = len(rows)
+        self._name, self._split = name, split
+        self._shuffled = None if shuffled is None else lru_cache(maxsize=2)(shuffled)
+
+    def row(self, position: int) -> int:
+        """The row of the file that stands at `position`."""
+        epoch, place = divmod(position, len(self.indices))
+        if self._shuffled is not None:
+            place = int(self._shuffled(epoch)[place])
+        return int(self.indices[place])
+
+    def task(self, position: int) -> Task:
+        """Raises `LateDataError` naming file and line."""
+        row = self.row(position)
+        try:
+            parsed = self.reader.parse(row)
+        except BadRow as bad:
+            raise LateDataError(f"environment {self._name!r}: {bad}", fix=bad.fix) from bad
+        return Task(
+            id=f"{self._name}:{self._split}:{row}",
+            prompt=parsed.prompt,
+            answer=parsed.answer,
+            demonstrations=parsed.demonstrations,
+            metadata=parsed.metadata,
+        )
+
+
+def shuffler(seed: int, policy: str, name: str, count: int) -> Callable[[int], Array]:
+    """epoch -> int64 [count], a permutation that depends on nothing else."""
+    return lambda epoch: generator(seed, policy, "jsonl", name, epoch).permutation(count)
+
+
+def parsed_or_data_error(reader: Reader, row: int, name: str) -> Parsed:
+    """A row before the run: raises `DataError` instead of `BadRow`."""
+    try:
+        return reader.parse(row)
+    except BadRow as bad:
+        raise DataError(f"environment {name!r}: {bad}", fix=bad.fix) from bad
+
+
+def hold_out(reader: Reader, rows: Array, fraction: float, name: str) -> tuple[Array, Array]:
+    """(train, eval) rows: the share `fraction` of the different prompts, those with the lowest digests, is held out. At
+    least one prompt goes to each side where there are two."""
+    keys = [prompt_key(parsed_or_data_error(reader, int(row), name).prompt) for row in rows]
+    different = sorted(set(keys))
+    count = min(max(1, round(fraction * len(different))), len(different) - 1)
+    held = set(different[:count]) if count > 0 else set()
+    mask = np.array([key in held for key in keys], bool)
+    return rows[~mask], rows[mask]
+
+
+def without_overlap(train: Reader, rows: Array, held: Reader, held_rows: Array, *, drop: bool, name: str) -> Array:
+    """The training rows whose prompt the evaluation rows do not hold. Raises `DataError` for one unless `drop`."""
+    seen = {prompt_key(parsed_or_data_error(held, int(row), name).prompt): int(row) for row in held_rows}
+    kept = []
+    for row in map(int, rows):
+        twin = seen.get(prompt_key(parsed_or_data_error(train, row, name).prompt))
+        if twin is None:
+            kept.append(row)
+        elif not drop:
+            raise DataError(
+                f"environment {name!r}: the prompt of {train.rows.where(row)} is also that of the evaluation's"
+                f" {held.rows.where(twin)}",
+                fix="remove one of them, choose disjoint slices, or set env.on_overlap: drop",
+            )
+    return np.array(kept, np.int64)

@@ -1,138 +1,62 @@
 """The one loop: slots, admission by staleness, batch assembly, training, publication, evaluation, checkpoints.
 
-Everything that it drives is injected and described here first. Synchronous and asynchronous runs are the same code: only
+Everything that it drives is injected (`collaborators.py`). Synchronous and asynchronous runs are the same code: only
 `schedule.max_staleness` differs. With `max_staleness: 0` and `order: slot` nothing that is trained depends on timing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any, TypeVar
 
-from miles_core.config.schema import EvalConfig, ScheduleConfig
+from miles_core.admission import fit_group, is_stale, limit, mask_stale, versions_of
+from miles_core.collaborators import (
+    Checkpoint,
+    Evaluate,
+    Learner,
+    Observers,
+    PolicySetup,
+    Publisher,
+    RolloutSink,
+    RunResult,
+    Sampler,
+    Stop,
+    Tasks,
+)
+from miles_core.config.schema import EvalConfig, OnStale
 from miles_core.contracts.launcher import Tracker
-from miles_core.contracts.learning import Filter
-from miles_core.ledger import Lease, Ledger
-from miles_core.records import Group, Metric, Sampling, Task, Version
+from miles_core.errors import CombinationError, LedgerError, StoppedError
+from miles_core.ledger import Lease, Ledger, Open
+from miles_core.progress import Reports, evaluation_metrics, rollout_metrics, sampled
+from miles_core.records import Group, Sampling, Status, Version
+from miles_core.side import CANCEL_GRACE_S, Side, cancel, cancelled, stalled, within
 
+__all__ = [
+    "Checkpoint",
+    "Evaluate",
+    "Learner",
+    "Loop",
+    "Observers",
+    "PolicySetup",
+    "Publisher",
+    "RolloutSink",
+    "RunResult",
+    "Sampler",
+    "Stop",
+    "Tasks",
+]
 
-class Tasks(Protocol):
-    """Tasks of one policy over all its environments (`feed.TaskFeed` is the implementation)."""
-
-    def task(self, position: int) -> tuple[str, Task, int]:
-        """(environment, task, attempt) of a position of the training split: a pure function of the position, so that
-        (task id, attempt) is different for every position. Raises `LateDataError`."""
-        ...
-
-    def evaluation(self, count: int) -> Sequence[tuple[str, Task]]:
-        """The first `count` tasks of the eval split(s); empty where there is none."""
-        ...
-
-
-class Sampler(Protocol):
-    """Runs the episodes of a lease (`sampler.Sampler`). One for all policies."""
-
-    async def run(self, lease: Lease, *, group_size: int, sampling: Sampling | None, split: str) -> Group:
-        """All episodes of the lease's task, failed ones included with their reason. `sampling` is `None` where the
-        group is made of demonstrations. Raises only what must stop the run."""
-        ...
-
-    async def abort(self, lease_ids: Sequence[str]) -> None:
-        """End these leases' requests; their `run` may raise or return, its result is not used."""
-        ...
-
-
-class Learner(Protocol):
-    """Trains one policy (`learner.Learner`). `changed` says whether the last step changed the actor's weights; a
-    learner without that attribute always did."""
-
-    async def step(self, step: int, groups: Sequence[Group]) -> Mapping[str, Metric]:
-        """Consume one batch, groups in slot order. Metrics by `side/name`."""
-        ...
-
-
-class Publisher(Protocol):
-    """Publishes versions to the engines (`publish.Publisher`)."""
-
-    async def publish(self, version: Version, changed: bool = True) -> Mapping[str, Any]:
-        """Returns once every remaining engine serves `version`: receipts by engine (empty where there are none)."""
-        ...
-
-
-class Checkpoint(Protocol):
-    """Writes `checkpoints/step_NNNNNN/{trainer/, ledger.json, COMMIT}`; the caller of `Loop` implements it."""
-
-    async def save(self, step: int, ledger: Mapping[str, Any], *, best: bool) -> Path:
-        """Save trainer state and `ledger` (JSON), commit last, and move the `best` pointer where `best`. `step` counts
-        rounds consumed. No training step runs meanwhile; sampling may. Raises `CheckpointError`."""
-        ...
-
-
-class Evaluate(Protocol):
-    """Replaces evaluation by sampling: policies trained on demonstrations without an engine report `eval/loss`."""
-
-    async def __call__(self, step: int) -> Mapping[str, Metric]: ...
-
-
-class RolloutSink(Protocol):
-    """Keeps readable samples of a step (`rollouts/`)."""
-
-    def write(self, policy: str, step: int, split: str, groups: Sequence[Group]) -> None: ...
-
-
-class Observers(Protocol):
-    """pluggy's `pm.hook`: the `miles_on_*` hooks that the loop calls. Start and end of the run are the caller's."""
-
-    def miles_on_step(self, *, policy: str, step: int, metrics: Mapping[str, Metric]) -> Any: ...
-
-    def miles_on_weights(self, *, version: Version, receipts: Mapping[str, Any]) -> Any: ...
-
-    def miles_on_checkpoint(self, *, step: int, folder: Path) -> Any: ...
-
-
-class Stop(Protocol):
-    """A `threading.Event`: once set, the step in progress is finished and saved, and `run` returns `interrupted`."""
-
-    def is_set(self) -> bool: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicySetup:
-    """One policy of the run, as the loop needs it.
-
-    `sampling` is `None` where groups are made of demonstrations (then nothing is ever stale, and no version needs to be
-    published except before an evaluation by engines). `eval_sampling` is `None` where engines do not evaluate.
-    """
-
-    name: str
-    schedule: ScheduleConfig
-    tasks: Tasks
-    learner: Learner
-    share: int = 1
-    filters: Mapping[str, Filter] = field(default_factory=dict)
-    sampling: Sampling | None = None
-    eval_sampling: Sampling | None = None
-    evaluate: Evaluate | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunResult:
-    """`status` is `finished` or `interrupted`. `step` counts rounds consumed (a round is `share` steps of every
-    policy; with one policy, steps); `best` is the best evaluation's step and value, where there was one."""
-
-    status: str
-    step: int
-    best: tuple[int, float] | None
+T = TypeVar("T")
 
 
 class Loop:
     """One run. Build a new one for every process; a resumed run differs only in its `ledger` (`Ledger.resume`).
 
-    `publisher` is `None` where no engine exists, `checkpoint` is `None` in tests. `steps` is `run.steps`: rounds in all,
-    also when resumed; policy p trains `steps * share` steps of its own. Trackers get `metrics` and `event` here; their
-    `start` and `close` are the caller's.
+    `publisher` is `None` where no engine exists, `checkpoint` is `None` in tests. `steps` is `run.steps`: rounds in
+    all, also when resumed; policy p trains `steps * share` steps of its own. Trackers get `metrics` and `event` here;
+    their `start` and `close` are the caller's.
     """
 
     def __init__(
@@ -151,7 +75,30 @@ class Loop:
         observers: Observers | None = None,
         rollouts: RolloutSink | None = None,
     ) -> None:
-        raise NotImplementedError("the loop's body is not written yet")
+        self._sides = [Side(setup, ledger) for setup in policies]
+        self._ledger = ledger
+        self._sampler = sampler
+        self._publisher = publisher
+        self._checkpoint = checkpoint
+        self._steps = steps
+        self._stop = stop
+        self._checkpoint_every = checkpoint_every
+        self._evaluation = evaluation or EvalConfig()
+        self._reports = Reports(trackers)
+        self._observers = observers
+        self._rollouts = rollouts
+        self._deadline_s = min(setup.schedule.stall_deadline_s for setup in policies)
+        self._round = 0
+        self._saved = -1
+        self._closing = False
+        for setup in policies:
+            schedule = setup.schedule
+            if setup.sampling is not None and schedule.publish_every > schedule.max_staleness + 1:
+                raise CombinationError(
+                    f"publish_every {schedule.publish_every} of policy {setup.name!r} needs versions older than "
+                    f"max_staleness {schedule.max_staleness} allows: no batch could ever be sampled",
+                    fix=f"set schedule.max_staleness to {schedule.publish_every - 1} or more",
+                )
 
     async def run(self) -> RunResult:
         """Drive the run to its end or to a stop request.
@@ -159,4 +106,363 @@ class Loop:
         Raises the first error of any side, after the other sides were cancelled: `DeadlineError`, `StarvedError`,
         `JournalError`, `CheckpointError`, or what a collaborator raised.
         """
-        raise NotImplementedError("the loop's body is not written yet")
+        self._wake = asyncio.Event()
+        self._failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+        main = asyncio.ensure_future(self._drive())
+        both: set[asyncio.Future[Any]] = {main, self._failure}
+        grace_s = CANCEL_GRACE_S
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if self._failure.done():
+                raise self._failure.result()
+            result = main.result()
+            assert result is not None  # an error would have been the failure
+            return result
+        except asyncio.CancelledError:
+            grace_s = 1.0  # the second Ctrl-C: what is journalled is safe
+            raise
+        finally:
+            await self._cleanup(main, grace_s)
+
+    # --- the run, round by round -------------------------------------------------------------------------------------
+
+    async def _drive(self) -> RunResult | None:
+        try:
+            return await self._rounds()
+        except Exception as error:
+            self._fail(error)
+            return None
+
+    async def _rounds(self) -> RunResult:
+        self._round = self._sides[0].book.consumed // self._sides[0].setup.share
+        if self._ledger.lineage:
+            self._saved = self._round  # resumed from there
+        for side in self._sides:
+            await self._publish(side, first=True)
+        stopping = self._stop.is_set()
+        if not stopping and self._evaluation_due(self._round) and self._ledger.notes.get("evaluated") != self._round:
+            await self._evaluate(self._round)
+        while self._round < self._steps and not stopping:
+            for side in self._sides:
+                for _ in range(side.setup.share):
+                    await self._step(side)
+            done = self._round + 1
+            stopping = self._stop.is_set()
+            best = False
+            if self._evaluation_due(done) and (not stopping or done == self._steps):
+                best = await self._evaluate(done)
+            self._round = done
+            due = self._checkpoint_every is not None and done % self._checkpoint_every == 0
+            if (best or due) and not stopping and done < self._steps:
+                await self._save(best)
+            elif best:
+                self._ledger.notes["best_due"] = True
+        finished = self._round >= self._steps
+        await self._wind_down("finished" if finished else "interrupted")
+        if self._saved != self._round:
+            await self._save(bool(self._ledger.notes.pop("best_due", False)))
+        found = self._ledger.notes.get("best")
+        return RunResult(
+            status="finished" if finished else "interrupted",
+            step=self._round,
+            best=(found[0], found[1]) if found else None,
+        )
+
+    async def _step(self, side: Side) -> None:
+        """One step of one policy: wait for its batch, train, account, publish, report."""
+        clock = asyncio.get_running_loop().time
+        name, schedule, step = side.name, side.schedule, side.book.consumed
+        began = clock()
+        chosen = await self._batch(side, step)
+        leases = [entry.lease for entry in chosen]
+        groups = self._ledger.claim(name, leases)
+        if schedule.on_stale == OnStale.mask:
+            groups = [mask_stale(group, step, schedule.max_staleness) for group in groups]
+        values = {f"rollout/{key}": value for key, value in rollout_metrics(groups, step).items()}
+        values["rollout/dropped"] = (side.dropped, side.ended)
+        side.dropped = side.ended = 0
+        batched = clock()
+        side.training = True
+        self._admit(side)
+        values |= await self._within(side.setup.learner.step(step, groups), f"training step {step} of policy {name!r}")
+        side.training = False
+        trained = clock()
+        oldest = min((entry.versions[0] for entry in chosen if entry.versions), default=None)
+        if oldest is not None and schedule.on_stale == OnStale.mask:
+            oldest = max(oldest, step - schedule.max_staleness)
+        self._ledger.trained(name, step, leases, oldest)
+        side.changed |= bool(getattr(side.setup.learner, "changed", True))
+        if self._rollouts is not None:
+            self._rollouts.write(name, step, "train", groups)
+        if side.demonstrations or side.book.consumed % schedule.publish_every == 0:
+            await self._publish(side)
+        self._admit(side)
+        ended = clock()
+        values["time/wait_s"] = (batched - began, 1)
+        values["time/train_s"] = (trained - batched, 1)
+        values["time/publish_s"] = (ended - trained, 1)
+        values["time/step_s"] = (ended - began, 1)
+        values["time/tokens_per_s"] = (values["rollout/tokens"][0], ended - began)
+        self._reports.metrics(step, values, name)
+        if self._observers is not None:
+            self._observers.miles_on_step(policy=name, step=step, metrics=values)
+
+    # --- sampling ----------------------------------------------------------------------------------------------------
+
+    def _admit(self, side: Side) -> None:
+        """Start every lease that the bound allows now."""
+        if self._closing or side.book.published < 0:
+            return
+        rounds = self._round + 1 if self._stop.is_set() else self._steps
+        bound = limit(side.schedule, side.book.published, rounds * side.setup.share)
+        while self._ledger.open_slots(side.name) < bound:
+            slot = self._ledger.next_slot(side.name)
+            position = self._ledger.next_position(side.name, slot)
+            env, task, attempt = side.setup.tasks.task(position)
+            lease = self._ledger.lease(
+                side.name, slot=slot, position=position, env=env, task=task, attempt=attempt, split="train"
+            )
+            side.tasks[lease.id] = asyncio.ensure_future(self._sample(side, lease))
+
+    async def _sample(self, side: Side, lease: Lease) -> None:
+        """One lease from start to a finished group; never raises, errors go to `_fail`."""
+        try:
+            group = await self._sampler.run(
+                lease, group_size=side.schedule.group_size, sampling=side.setup.sampling, split="train"
+            )
+            if not self._closing:
+                self._accept(side, lease, group)
+        except asyncio.CancelledError:
+            if not self._closing:
+                self._fail(cancelled(f"lease {lease.id}"))
+        except Exception as error:
+            self._fail(error)
+        finally:
+            side.tasks.pop(lease.id, None)
+            self._wake.set()
+
+    def _accept(self, side: Side, lease: Lease, group: Group) -> None:
+        """Journal a finished group, or drop it and start its replacement."""
+        side.ended += 1
+        for episode in group.episodes:
+            if episode.status == Status.FAILED:
+                self._reports.event("episode_failed", policy=side.name, episode=episode.id, why=episode.error)
+        versions = versions_of(group)
+        kept, why = fit_group(group, side.schedule)
+        for name, check in side.setup.filters.items() if kept is not None else ():
+            reason = check(group if kept is None else kept)
+            if reason is not None:
+                kept, why = None, f"filter {name}: {reason}"
+                break
+        if kept is None:
+            self._drop(side, lease, why, versions)
+            self._admit(side)
+            return
+        self._ledger.finish(lease, kept)
+        rewards = [e.reward for e in kept.episodes if e.reward is not None]
+        groups = side.schedule.groups_per_step
+        step = side.next_step()
+        waiting = self._ledger.waiting(side.name)
+        own = [o for o in waiting if side.schedule.order == "ready" or o.lease.slot // groups == step]
+        self._reports.event(
+            "group_finished",
+            policy=side.name,
+            step=step,
+            slot=lease.slot,
+            task=lease.task.id,
+            done=min(len(own), groups),
+            of=groups,
+            reward=sum(rewards) / len(rewards) if rewards else None,
+            tokens=sum(sampled(t.columns, t.length) for e in kept.episodes for t in e.trajectories),
+        )
+
+    def _drop(self, side: Side, lease: Lease, why: str, versions: tuple[int, int] | None) -> None:
+        side.dropped += 1
+        self._ledger.drop(lease, why, newest=versions[1] if versions else None)
+        self._reports.event("lease_dropped", policy=side.name, slot=lease.slot, task=lease.task.id, why=why)
+        side.check_starved(lease.slot, self._ledger.reasons(side.name, lease.slot))
+
+    def _evict(self, side: Side) -> None:
+        """Take out what no step can consume any more under the lag rule; its slot is free at once."""
+        schedule = side.schedule
+        for entry in self._ledger.waiting(side.name):
+            lease = entry.lease
+            own = lease.slot // schedule.groups_per_step
+            step = own if schedule.order == "slot" else side.next_step()
+            if not is_stale(entry.versions, step, schedule):
+                continue
+            assert entry.group is not None and entry.versions is not None
+            tokens = [sampled(t.columns, t.length) for e in entry.group.episodes for t in e.trajectories]
+            side.dropped += 1
+            if schedule.on_stale == OnStale.retry:
+                self._ledger.give_back(lease, "stale")
+                side.retries[lease.slot] += 1
+                side.check_starved(lease.slot, Counter({"stale": side.retries[lease.slot]}))
+            else:
+                self._ledger.drop(lease, "stale", newest=entry.versions[1], stale=True)
+            self._reports.event(
+                "lease_stale",
+                policy=side.name,
+                slot=lease.slot,
+                task=lease.task.id,
+                then=str(schedule.on_stale),
+                lag=step - entry.versions[0],
+                longest=max(tokens, default=0),
+            )
+
+    async def _batch(self, side: Side, step: int) -> list[Open]:
+        """The groups of `step`, in slot order, once they are there."""
+        while True:
+            self._wake.clear()
+            self._evict(side)
+            self._admit(side)
+            chosen = side.choose(self._ledger.waiting(side.name), step)
+            if chosen is not None:
+                return chosen
+            missing = self._ledger.in_flight(side.name)
+            if not missing:
+                raise LedgerError(
+                    f"step {step} of policy {side.name!r} can never be filled: nothing is in flight and no lease may "
+                    f"start (open {self._ledger.open_slots(side.name)}, published {side.book.published})",
+                    fix="report this: the admission rule is broken",
+                )
+            first = ", ".join(f"{lease.task.id} (slot {lease.slot})" for lease in missing[:3])
+            await self._within(self._wake.wait(), f"a group for step {step} of policy {side.name!r}, first {first}")
+
+    # --- publication, evaluation, checkpoints ------------------------------------------------------------------------
+
+    async def _publish(self, side: Side, *, first: bool = False, engines: bool = False) -> None:
+        """Publish the consumed steps as a version. Policies that learn from demonstrations reach engines only when
+        these are about to evaluate (`engines`)."""
+        version = Version(policy=side.name, lineage=self._ledger.lineage, number=side.book.consumed)
+        receipts: Mapping[str, Any] = {}
+        changed = side.changed or first
+        if self._publisher is not None and (engines or not side.demonstrations):
+            receipts = await self._within(self._publisher.publish(version, changed), f"publishing {version}")
+            side.served, side.changed = version.number, False
+        self._ledger.publish(version, receipts, changed)
+        if receipts and self._observers is not None:
+            self._observers.miles_on_weights(version=version, receipts=receipts)
+        self._reports.event(
+            "published", policy=side.name, version=str(version), changed=changed, engines=sorted(receipts)
+        )
+        self._admit(side)
+
+    def _evaluation_due(self, done: int) -> bool:
+        every = self._evaluation.every
+        return every is not None and (done % every == 0 or done == self._steps)
+
+    async def _evaluate(self, done: int) -> bool:
+        """Evaluate every policy that can be; whether this is the best so far."""
+        every = self._evaluation.every or 1
+        attempt = done // every + (1 if done % every else 0)
+        values: list[float] = []
+        for side in self._sides:
+            setup = side.setup
+            if setup.evaluate is not None:
+                metrics = dict(await self._within(setup.evaluate(done), f"evaluating policy {side.name!r}"))
+            elif setup.eval_sampling is not None:
+                if self._publisher is not None and side.served != side.book.consumed:
+                    await self._publish(side, engines=True)
+                results = await self._sample_evaluation(side, done, attempt, setup.eval_sampling)
+                if not results:
+                    continue
+                metrics = {f"eval/{key}": value for key, value in evaluation_metrics(results).items()}
+                if self._rollouts is not None:
+                    self._rollouts.write(side.name, done, "eval", [group for _, group in results])
+            else:
+                continue
+            self._reports.metrics(done, metrics, side.name)
+            for key, sign in (("eval/reward", 1), ("eval/loss", -1)):
+                if key in metrics and metrics[key][1]:
+                    values.append(sign * metrics[key][0] / metrics[key][1])
+                    break
+        self._ledger.notes["evaluated"] = done
+        if not values:
+            return False
+        value = sum(values) / len(values)
+        best = self._ledger.notes.get("best")
+        if best is not None and value <= best[1]:
+            return False
+        self._ledger.notes["best"] = [done, value]
+        return True
+
+    async def _sample_evaluation(
+        self, side: Side, done: int, attempt: int, sampling: Sampling
+    ) -> list[tuple[str, Group]]:
+        leases = [
+            self._ledger.lease(side.name, slot=-1, position=index, env=env, task=task, attempt=attempt, split="eval")
+            for index, (env, task) in enumerate(side.setup.tasks.evaluation(self._evaluation.tasks))
+        ]
+        running = {
+            asyncio.ensure_future(self._sampler.run(lease, group_size=1, sampling=sampling, split="eval")): lease
+            for lease in leases
+        }
+        groups: dict[str, Group] = {}
+        pending = set(running)
+        try:
+            while pending:
+                finished, pending = await asyncio.wait(
+                    pending, timeout=self._deadline_s, return_when=asyncio.FIRST_COMPLETED
+                )
+                if not finished:
+                    raise stalled(f"evaluating {len(pending)} tasks of policy {side.name!r}", self._deadline_s)
+                for task in finished:
+                    lease = running[task]
+                    if task.cancelled():
+                        raise cancelled(f"evaluation lease {lease.id}")
+                    groups[lease.id] = task.result()
+                    self._ledger.evaluated(lease, done)
+                self._reports.event("evaluating", policy=side.name, step=done, done=len(groups), of=len(leases))
+        finally:
+            await cancel(pending)
+        return [(lease.env, groups[lease.id]) for lease in leases]
+
+    async def _save(self, best: bool) -> None:
+        if self._checkpoint is None:
+            return
+        saving = self._checkpoint.save(self._round, self._ledger.snapshot(), best=best)
+        folder = await self._within(saving, f"the checkpoint of step {self._round}")
+        self._saved = self._round
+        self._reports.event("checkpoint", step=self._round, best=best, folder=str(folder))
+        if self._observers is not None:
+            self._observers.miles_on_checkpoint(step=self._round, folder=folder)
+
+    # --- ends and errors ---------------------------------------------------------------------------------------------
+
+    async def _within(self, awaited: Awaitable[T], what: str) -> T:
+        """Wait for one thing, no longer than the stall deadline."""
+        return await within(awaited, what, self._deadline_s)
+
+    def _fail(self, error: Exception) -> None:
+        """Remember the first error of any side; `run` cancels the others and raises it."""
+        if not self._closing and not self._failure.done():
+            self._failure.set_result(error)
+
+    async def _wind_down(self, why: str) -> None:
+        """Give back what is in flight; and where the run is finished, what waits too."""
+        self._closing = True
+        for side in self._sides:
+            flying = self._ledger.in_flight(side.name)
+            if side.tasks:
+                aborting = self._sampler.abort([lease.id for lease in flying])
+                await self._within(aborting, f"aborting what policy {side.name!r} still samples")
+            await cancel(set(side.tasks.values()))
+            for lease in flying:
+                self._ledger.give_back(lease, f"run {why}")
+            for entry in self._ledger.waiting(side.name) if why == "finished" else ():
+                self._ledger.give_back(entry.lease, f"run {why}")
+
+    async def _cleanup(self, main: asyncio.Future[Any], grace_s: float) -> None:
+        """Cancel whatever still runs and write down what was given back; never raises, never waits long."""
+        self._closing = True
+        tasks = {task for side in self._sides for task in side.tasks.values()}
+        await cancel({main, *tasks}, grace_s)
+        self._failure.cancel()
+        journal = self._ledger.journal
+        for side in self._sides if journal is None or not journal.broken else ():
+            for lease in self._ledger.in_flight(side.name):
+                try:
+                    self._ledger.give_back(lease, "run stopped")
+                except StoppedError:
+                    return  # the journal takes no more; a resume returns them

@@ -1,0 +1,67 @@
+"""The few file operations that must survive a crash, behind one small class, so that tests can fail any of them.
+
+Bytes handed to the operating system survive the death of the process; `sync` makes them survive the machine's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+
+class Files:
+    """Real files. Tests subclass it and raise `OSError` from the n-th call, or write only a part."""
+
+    def create(self, path: Path) -> int:
+        """A descriptor of a new file, for appending. Raises `FileExistsError`."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def write(self, fd: int, parts: Sequence[bytes]) -> None:
+        """Append all parts, however many calls the system needs."""
+        written = os.writev(fd, parts)
+        total = sum(map(len, parts))
+        if written == total:
+            return
+        rest = memoryview(b"".join(parts))[written:]
+        while rest:
+            rest = rest[os.write(fd, rest) :]
+
+    def truncate(self, path: Path, size: int) -> None:
+        """Cut a file to `size` bytes and sync it."""
+        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.ftruncate(fd, size)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def sync(self, fd: int) -> None:
+        os.fsync(fd)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def sync_folder(self, folder: Path) -> None:
+        """Make new and renamed entries of `folder` survive a power loss."""
+        fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def replace(self, path: Path, data: bytes) -> None:
+        """Write a whole file: readers see the old content or the new, never a part."""
+        draft = path.with_name(f".{path.name}.draft")
+        draft.unlink(missing_ok=True)
+        fd = self.create(draft)
+        try:
+            self.write(fd, [data])
+            self.sync(fd)
+        except BaseException:
+            self.close(fd)
+            draft.unlink(missing_ok=True)
+            raise
+        self.close(fd)
+        os.replace(draft, path)
+        self.sync_folder(path.parent)

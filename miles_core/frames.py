@@ -1,0 +1,233 @@
+"""How a finished group becomes a journal frame and comes back, every array bit for bit.
+
+The JSON header says what a group is; arrays travel as raw blocks behind it. One block holds one column of all
+trajectories that share its dtype and inner shape, rows laid end to end, in the byte order that the dtype string says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from miles_core.errors import RecordError
+from miles_core.records import (
+    Array,
+    Episode,
+    Finish,
+    Group,
+    Message,
+    Prompt,
+    Ref,
+    Sampling,
+    Span,
+    Status,
+    Task,
+    Trajectory,
+    Version,
+)
+
+Header = dict[str, Any]
+#: A block's row count for values that are no arrays along the trajectory: 0-d arrays, and NumPy scalars.
+_ZERO_D, _SCALAR = -1, -2
+
+
+def encode_group(group: Group, *, omit: frozenset[str] = frozenset()) -> tuple[Header, list[bytes]]:
+    """Header and raw blocks. Columns named in `omit` are left out, and the header says so.
+
+    Raises `RecordError` for an array that is not plain data (objects, structured dtypes).
+    """
+    versions: dict[Version, int] = {}
+    samplings: dict[Sampling | None, int] = {}
+    episodes: list[Any] = []
+    rows: list[Any] = []
+    table: dict[tuple[str, Any, tuple[int, ...]], tuple[list[int], list[int], list[Any]]] = {}
+    refs: list[Any] = []
+    plain: list[Any] = []
+    omitted: list[Any] = []
+    for episode in group.episodes:
+        episodes.append(
+            [
+                episode.id,
+                episode.member,
+                None if episode.reward is None else _number(episode.reward),
+                {k: _number(v) for k, v in episode.components.items()} if episode.components else {},
+                dict(episode.info),
+                episode.status,
+                episode.error,
+                episode.preference,
+                len(episode.trajectories),
+            ]
+        )
+        for t in episode.trajectories:
+            spans = [[s.start, s.end, versions.setdefault(s.version, len(versions))] for s in t.spans]
+            rows.append(
+                [t.id, t.length, t.finish, samplings.setdefault(t.sampling, len(samplings)), t.engine, t.axis, spans]
+            )
+            index = len(rows) - 1
+            for name, value in t.columns.items():
+                if name in omit:
+                    omitted.append([index, name])
+                elif isinstance(value, np.ndarray):
+                    shape = value.shape
+                    entry = table.get((name, value.dtype, shape[1:]))
+                    if entry is None:
+                        entry = table[(name, value.dtype, shape[1:])] = ([], [], [])
+                    entry[0].append(index)
+                    entry[1].append(shape[0] if shape else _ZERO_D)
+                    entry[2].append(value)
+                elif isinstance(value, Ref):
+                    refs.append([index, name, value.key, value.nbytes, value.digest, value.durable])
+                elif isinstance(value, np.generic):
+                    entry = table.setdefault((name, value.dtype, ()), ([], [], []))
+                    entry[0].append(index)
+                    entry[1].append(_SCALAR)
+                    entry[2].append(np.asarray(value))
+                else:
+                    plain.append([index, name, value])
+    blocks: list[Any] = []
+    chunks: list[bytes] = []
+    for (name, dtype, inner), (owners, counts, arrays) in table.items():
+        if dtype.hasobject or dtype.kind == "V":
+            raise RecordError(
+                f"column {name!r} of {rows[owners[0]][0]!r} has dtype {dtype}, which is not plain data",
+                fix="store numbers or booleans in columns",
+            )
+        nbytes = 0
+        for array in arrays:
+            chunks.append(array.tobytes())
+            nbytes += array.nbytes
+        everyone = len(owners) == len(rows) and owners == list(range(len(rows)))
+        blocks.append([name, dtype.str, list(inner), None if everyone else owners, counts, nbytes])
+    header = {
+        "group": {
+            "id": group.id,
+            "policy": group.policy,
+            "slot": group.slot,
+            "attempt": group.attempt,
+            "task": _task_out(group.task),
+        },
+        "episodes": episodes,
+        "trajectories": rows,
+        "versions": [[v.policy, v.lineage, v.number] for v in versions],
+        "samplings": [None if s is None else asdict(s) for s in samplings],
+        "blocks": blocks,
+    }
+    for key, values in (("refs", refs), ("plain", plain), ("omitted", omitted)):
+        if values:
+            header[key] = values
+    return header, chunks
+
+
+def restorable(header: Mapping[str, Any]) -> bool:
+    """Whether all of the group is in the frame, or in references that outlive the process."""
+    return not header.get("omitted") and all(ref[5] for ref in header.get("refs", ()))
+
+
+def newest_version(header: Mapping[str, Any]) -> int | None:
+    """The highest version number that sampled any token of the group."""
+    return max((v[2] for v in header["versions"]), default=None)
+
+
+def decode_group(header: Mapping[str, Any], body: memoryview | bytes) -> Group:
+    """The group of a frame, arrays freshly allocated. Omitted columns are absent (see `restorable`)."""
+    rows = header["trajectories"]
+    columns: list[dict[str, Array | Ref | Any]] = [{} for _ in rows]
+    offset = 0
+    for name, dtype_str, inner, owners, counts, nbytes in header["blocks"]:
+        dtype = np.dtype(dtype_str)
+        flat = np.frombuffer(body, dtype=dtype, count=nbytes // dtype.itemsize if dtype.itemsize else 0, offset=offset)
+        offset += nbytes
+        at = 0
+        size = math.prod(inner)
+        for index, count in zip(range(len(rows)) if owners is None else owners, counts, strict=True):
+            n = 1 if count < 0 else count * size
+            part = flat[at : at + n].copy()
+            at += n
+            if count == _SCALAR:
+                columns[index][name] = part[0]
+            else:
+                columns[index][name] = part.reshape(() if count == _ZERO_D else (count, *inner))
+    for index, name, key, size, digest, durable in header.get("refs", ()):
+        columns[index][name] = Ref(key=key, nbytes=size, digest=digest, durable=durable)
+    for index, name, value in header.get("plain", ()):
+        columns[index][name] = value
+    versions = [Version(policy=p, lineage=lineage, number=n) for p, lineage, n in header["versions"]]
+    samplings = [None if s is None else Sampling(**{**s, "stop": tuple(s["stop"])}) for s in header["samplings"]]
+    trajectories = [
+        Trajectory(
+            id=id_,
+            length=length,
+            columns=columns[index],
+            spans=tuple(Span(start=a, end=b, version=versions[v]) for a, b, v in spans),
+            finish=Finish(finish),
+            sampling=samplings[sampling],
+            engine=engine,
+            axis=axis,
+        )
+        for index, (id_, length, finish, sampling, engine, axis, spans) in enumerate(rows)
+    ]
+    episodes: list[Episode] = []
+    at = 0
+    for id_, member, reward, components, info, status, error, preference, count in header["episodes"]:
+        episodes.append(
+            Episode(
+                id=id_,
+                member=member,
+                trajectories=tuple(trajectories[at : at + count]),
+                reward=None if reward is None else float(reward),
+                components={k: float(v) for k, v in components.items()},
+                info=info,
+                status=Status(status),
+                error=error,
+                preference=preference,
+            )
+        )
+        at += count
+    head = header["group"]
+    return Group(
+        id=head["id"],
+        policy=head["policy"],
+        slot=head["slot"],
+        attempt=head["attempt"],
+        task=_task_in(head["task"]),
+        episodes=tuple(episodes),
+    )
+
+
+def _number(value: float) -> float | str:
+    """JSON has no NaN and no infinity: those are spelled as strings."""
+    value = float(value)
+    return value if math.isfinite(value) else repr(value)
+
+
+def _prompt_out(prompt: Prompt) -> Any:
+    return prompt if isinstance(prompt, str) else [[m.role, m.content] for m in prompt]
+
+
+def _prompt_in(data: str | Sequence[Sequence[str]]) -> Prompt:
+    return data if isinstance(data, str) else tuple(Message(role=role, content=content) for role, content in data)
+
+
+def _task_out(task: Task) -> Header:
+    out: Header = {"id": task.id, "prompt": _prompt_out(task.prompt)}
+    if task.answer is not None:
+        out["answer"] = task.answer
+    if task.demonstrations:
+        out["demonstrations"] = [_prompt_out(d) for d in task.demonstrations]
+    if task.metadata:
+        out["metadata"] = dict(task.metadata)
+    return out
+
+
+def _task_in(data: Mapping[str, Any]) -> Task:
+    return Task(
+        id=data["id"],
+        prompt=_prompt_in(data["prompt"]),
+        answer=data.get("answer"),
+        demonstrations=tuple(_prompt_in(d) for d in data.get("demonstrations", ())),
+        metadata=data.get("metadata", {}),
+    )

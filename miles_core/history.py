@@ -1,0 +1,170 @@
+"""What a journal says happened: frames folded into leases and their ends, for resuming and for auditing.
+
+A `lineage` frame is written by every resume: it names the checkpoint's place in the journal (`cut`) and what became of
+each lease that was open there or was issued behind it: kept, dropped (as before), or returned. Everything else behind
+the cut is void. Folding follows that, so that what is left is the history that the newest lineage stands on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from miles_core.config.schema import ScheduleConfig
+from miles_core.frames import restorable
+from miles_core.journal import Frame, Position
+
+BEFORE: Position = (-1, 0)  # leased before the part of the journal that is read
+
+
+@dataclass(slots=True)
+class Entry:
+    """A lease in the history. `end` is `("trained", step)`, `("evaluated", step)`, `("dropped", reason)` or
+    `("returned", reason)`; `void` says that a drop for age loses its meaning under another lineage."""
+
+    lease: Mapping[str, Any]
+    leased_at: Position
+    group_at: Position | None = None
+    versions: tuple[int, int] | None = None
+    restorable: bool = False
+    end: tuple[str, Any] | None = None
+    end_at: Position = BEFORE
+    newest: int | None = None
+    stale: bool = False
+
+
+class History:
+    """Fold frames in order with `apply`. `entries` holds every lease of the valid history, in order of issue."""
+
+    def __init__(self, start: Position = (0, 0)) -> None:
+        self.start = start
+        self.entries: dict[str, Entry] = {}
+        self.lineage = 0  # highest in the journal
+        self.current = 0  # of the frames being folded
+        self.steps: dict[str, int] = {}  # policy -> steps consumed, as far as the frames say
+        self.left = False  # the journal went on from an earlier checkpoint: frames from here on are another history
+        self.problems: list[str] = []
+
+    def apply(self, frame: Frame) -> None:
+        header = frame.header
+        kind = frame.kind
+        if kind == "lineage":
+            self._resume(header)
+        elif self.left:
+            return
+        elif kind == "lease":
+            if header["id"] in self.entries:
+                self.problems.append(f"lease {header['id']} was issued twice")
+            self.entries[header["id"]] = Entry(lease=header, leased_at=frame.position)
+        elif kind == "group":
+            entry = self._open(header["lease"], "finished")
+            if entry is not None:
+                entry.group_at = frame.position
+                entry.restorable = restorable(header)
+                numbers = [v[2] for v in header["versions"]]
+                entry.versions = (min(numbers), max(numbers)) if numbers else None
+        elif kind == "trained":
+            for lease in header["leases"]:
+                entry = self._open(lease, "trained")
+                if entry is not None:
+                    self._end(entry, ("trained", header["step"]), frame.position)
+            self.steps[header["policy"]] = header["step"] + 1
+        elif kind == "end":
+            entry = self._open(header["lease"], header["end"])
+            if entry is not None:
+                self._end(entry, (header["end"], header["why"]), frame.position)
+                entry.newest = header.get("newest")
+                entry.stale = bool(header.get("stale"))
+
+    def _open(self, lease: str, what: str) -> Entry | None:
+        entry = self.entries.get(lease)
+        if entry is None:
+            self.problems.append(f"lease {lease} was {what}, and was never issued")
+        elif entry.end is not None:
+            self.problems.append(f"lease {lease} was {what} after it had ended as {entry.end[0]} ({entry.end[1]})")
+            return None
+        return entry
+
+    def _end(self, entry: Entry, end: tuple[str, Any], at: Position) -> None:
+        entry.end, entry.end_at = end, at
+
+    def _resume(self, header: Mapping[str, Any]) -> None:
+        self.lineage = max(self.lineage, header["lineage"])
+        cut: Position = (header["cut"][0], header["cut"][1])
+        if self.left or cut < self.start:
+            self.left = True
+            return
+        self.current = header["lineage"]
+        self.steps = {policy: int(step) for policy, step in header["steps"].items()}
+        kept, dropped = set(header["kept"]), set(header["dropped"])
+        known = self.entries.keys()
+        for lease in sorted((kept | dropped) - known):
+            self.problems.append(f"lineage {header['lineage']} builds on lease {lease}, which is not in the history")
+        for lease, entry in self.entries.items():
+            if lease in kept:
+                entry.end, entry.end_at = None, BEFORE
+            elif lease not in dropped and (entry.leased_at >= cut or entry.end is None or entry.end_at >= cut):
+                entry.end, entry.end_at = ("returned", f"resume {header['lineage']}"), cut
+                entry.group_at = None
+
+    def candidates(self) -> dict[str, Entry]:
+        """Leases that a resume may keep: those that were not given back by an earlier resume."""
+        return {k: e for k, e in self.entries.items() if e.end is None or e.end[0] != "returned" or e.group_at}
+
+
+def check_history(
+    frames: Iterable[Frame], schedules: Mapping[str, ScheduleConfig], *, finished: bool = False
+) -> list[str]:
+    """Prove the accounting of a whole journal: every sentence returned is a broken promise.
+
+    Held: every lease ends at most once (and exactly once where the run `finished`); what was trained was finished
+    before, and no group twice; batches hold `groups_per_step` groups, their own slots under `order: slot`; steps follow
+    one another; no trained token is older than `max_staleness`.
+    """
+    history = History()
+    found: list[str] = []
+    for frame in frames:
+        due = dict(history.steps)
+        history.apply(frame)
+        if frame.kind == "trained":
+            policy, step = frame.header["policy"], frame.header["step"]
+            if step != due.get(policy, 0):
+                found.append(f"step {step} of policy {policy} was trained where step {due.get(policy, 0)} was due")
+            found += _check_batch(frame.header, history, schedules[policy])
+    found += history.problems
+    seen: dict[tuple[str, str], str] = {}
+    for lease, entry in history.entries.items():
+        if entry.end is None:
+            if finished:
+                found.append(f"lease {lease} has no end, and the run finished")
+        elif entry.end[0] == "trained":
+            key = (entry.lease["policy"], f"{entry.lease['task']}#{entry.lease['attempt']}")
+            if key in seen:
+                found.append(f"group {key[1]} of policy {key[0]} was trained twice: leases {seen[key]} and {lease}")
+            seen[key] = lease
+    return found
+
+
+def _check_batch(header: Mapping[str, Any], history: History, schedule: ScheduleConfig) -> list[str]:
+    policy, step, leases = header["policy"], header["step"], header["leases"]
+    where = f"step {step} of policy {policy} (lineage {header['lineage']})"
+    found: list[str] = []
+    if header["lineage"] != history.current:
+        found.append(f"{where}: the journal is in lineage {history.current}")
+    if len(leases) != schedule.groups_per_step or len(set(leases)) != len(leases):
+        found.append(f"{where}: {len(set(leases))} groups, {schedule.groups_per_step} were due")
+    entries = [history.entries[lease] for lease in leases if lease in history.entries]
+    slots = [entry.lease["slot"] for entry in entries]
+    first = step * schedule.groups_per_step
+    if schedule.order == "slot" and slots != list(range(first, first + len(leases))):
+        found.append(f"{where}: slots {slots} are not its own, in order")
+    for lease, entry in zip(leases, entries, strict=False):
+        if entry.group_at is None:
+            found.append(f"{where}: lease {lease} was trained and never finished")
+        oldest = entry.versions[0] if entry.versions and schedule.on_stale != "mask" else None
+        if oldest is not None and step - oldest > schedule.max_staleness:
+            found.append(f"{where}: lease {lease} holds a token of version {oldest}")
+    if header["oldest"] is not None and step - header["oldest"] > schedule.max_staleness:
+        found.append(f"{where}: a token of version {header['oldest']} was trained")
+    return found

@@ -1,0 +1,520 @@
+"""Exactly-once accounting: every task is leased, and every lease ends in exactly one of trained, evaluated, dropped
+(with a reason) or returned (with a reason).
+
+The ledger writes each fact to the journal first and believes it afterwards. It also keeps what a checkpoint needs:
+which slots and task positions are taken, how many steps were consumed, which version is published, and the finished
+groups that wait to be trained. `snapshot` is that state as JSON; `Ledger.resume` goes on from one, on a new lineage.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from miles_core.admission import Numbers, is_strict, versions_of
+from miles_core.config.schema import ScheduleConfig
+from miles_core.errors import LedgerError
+from miles_core.frames import decode_group, encode_group, restorable
+from miles_core.history import BEFORE, Entry, History
+from miles_core.journal import Journal, Position, read, read_one
+from miles_core.records import Group, Task, Version, group_id
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """One task on loan, to be sampled once. `slot` is -1 for evaluations, whose `position` counts their tasks.
+
+    `started_version` is the number of the version that was published when the lease began. Seeds derive from
+    (policy, task, attempt), so that a lease of the same position repeats them.
+    """
+
+    id: str
+    policy: str
+    slot: int
+    task: Task
+    attempt: int
+    env: str
+    position: int
+    split: str
+    started_version: int
+
+    @property
+    def group(self) -> str:
+        return group_id(self.task.id, self.attempt)
+
+
+@dataclass(slots=True)
+class Open:
+    """A lease without an end: in flight while `group` is `None`, then finished, then claimed by a step."""
+
+    lease: Lease
+    group: Group | None = None
+    versions: tuple[int, int] | None = None
+    group_at: Position | None = None
+    restorable: bool = False  # whether the journal alone brings the group back
+    claimed: bool = False
+
+
+@dataclass(slots=True)
+class Book:
+    """The state of one policy. Slots and positions are taken from lease to end; trained and dropped keep positions."""
+
+    slots: Numbers = field(default_factory=Numbers)
+    positions: Numbers = field(default_factory=Numbers)
+    consumed: int = 0  # steps
+    published: int = -1  # version number; -1 before the first
+    pending: dict[int, int] = field(default_factory=dict)  # slot -> position that was returned and is due again
+    drops: dict[int, Counter[str]] = field(default_factory=dict)  # slot -> reasons, while its batch is not consumed
+    base: tuple[int, Numbers] | None = None  # batch, and the free positions when its first lease was issued
+    open: dict[str, Open] = field(default_factory=dict)
+    finished: dict[str, None] = field(default_factory=dict)  # lease ids in order of finishing, not yet claimed
+    ended: Counter[str] = field(default_factory=Counter)  # kind of end -> leases
+
+    def training(self) -> int:
+        """Open leases that hold a slot."""
+        return sum(o.lease.split == "train" for o in self.open.values())
+
+
+class Ledger:
+    """The accounting of a run. `schedules` gives each policy's section `schedule`; `journal` may be `None` in tests.
+
+    `omit` names columns that are not journalled (`run.journal: light` and the large columns). `notes` is JSON that the
+    loop keeps in snapshots.
+    """
+
+    def __init__(
+        self,
+        journal: Journal | None,
+        schedules: Mapping[str, ScheduleConfig],
+        *,
+        omit: frozenset[str] = frozenset(),
+    ) -> None:
+        self.journal = journal
+        self.schedules = dict(schedules)
+        self.books = {policy: Book() for policy in schedules}
+        self.lineage = 0
+        self.notes: dict[str, Any] = {}
+        self._omit = omit
+        self._issued = 0
+
+    # --- what comes next ---------------------------------------------------------------------------------------------
+
+    def open_slots(self, policy: str) -> int:
+        """Slots of consumed steps, claimed, buffered or leased: what the admission bound is compared with."""
+        book = self.books[policy]
+        return book.consumed * self.schedules[policy].groups_per_step + book.training()
+
+    def next_slot(self, policy: str) -> int:
+        """The lowest free slot."""
+        return self.books[policy].slots.lowest()
+
+    def next_position(self, policy: str, slot: int) -> int:
+        """The task position that `slot` gets next.
+
+        A returned position goes back to its slot. Otherwise the lowest free one; but where nothing may depend on
+        timing, the n-th replacement in slot i of a batch gets number n·G + i of the positions that were free when the
+        batch began, whichever lease was dropped first. Positions that were skipped come first in the next batch.
+        """
+        book = self.books[policy]
+        if slot in book.pending:
+            return book.pending[slot]
+        schedule = self.schedules[policy]
+        if not is_strict(schedule):
+            return book.positions.lowest()
+        batch, place = divmod(slot, schedule.groups_per_step)
+        if book.base is None or book.base[0] != batch:
+            book.base = (batch, book.positions.copy())
+        replaced = book.drops.get(slot, Counter()).total()
+        return book.base[1].nth(replaced * schedule.groups_per_step + place)
+
+    # --- leases and their ends ---------------------------------------------------------------------------------------
+
+    def lease(
+        self, policy: str, *, slot: int, position: int, env: str, task: Task, attempt: int, split: str = "train"
+    ) -> Lease:
+        """Issue a lease; for evaluations `slot` is -1 and nothing is taken."""
+        book = self.books[policy]
+        lease = Lease(
+            id=f"{policy}/{self.lineage}.{self._issued}",
+            policy=policy,
+            slot=slot,
+            task=task,
+            attempt=attempt,
+            env=env,
+            position=position,
+            split=split,
+            started_version=book.published,
+        )
+        if split == "train" and not (book.slots.free(slot) and _available(book, slot, position)):
+            raise LedgerError(
+                f"slot {slot} or position {position} of policy {policy!r} is taken already",
+                fix="report this: the accounting is broken",
+            )
+        self._write("lease", _lease_out(lease))
+        self._issued += 1
+        book.ended["issued"] += 1
+        if split == "train":
+            book.slots.take(slot)
+            _take(book, slot, position)
+        book.open[lease.id] = Open(lease)
+        return lease
+
+    def finish(self, lease: Lease, group: Group) -> None:
+        """A lease's group is finished and accepted: journal it whole and keep it until it is trained."""
+        entry = self._entry(lease, "finished")
+        expected = (lease.policy, lease.slot, lease.attempt, lease.task.id)
+        if entry.group is not None or (group.policy, group.slot, group.attempt, group.task.id) != expected:
+            raise LedgerError(
+                f"lease {lease.id} is for (policy, slot, attempt, task) {expected}; it was finished with group "
+                f"{group.id!r} of {(group.policy, group.slot, group.attempt, group.task.id)}",
+                fix="return the group of the lease that was given, once",
+            )
+        header, blocks = encode_group(group, omit=self._omit)
+        entry.group_at = self._write("group", {"lease": lease.id, **header}, blocks)
+        entry.group = group
+        entry.restorable = restorable(header)
+        entry.versions = versions_of(group)
+        self.books[lease.policy].finished[lease.id] = None
+
+    def claim(self, policy: str, leases: Sequence[Lease]) -> list[Group]:
+        """A step takes these finished groups; their end is still to come."""
+        book = self.books[policy]
+        groups: list[Group] = []
+        for lease in leases:
+            entry = self._entry(lease, "claimed")
+            if entry.group is None or entry.claimed:
+                raise LedgerError(f"lease {lease.id} cannot be claimed", fix="report this: the accounting is broken")
+            entry.claimed = True
+            del book.finished[lease.id]
+            groups.append(entry.group)
+        return groups
+
+    def trained(self, policy: str, step: int, leases: Sequence[Lease], oldest: int | None) -> None:
+        """`step` consumed these claimed groups; `oldest` is the lowest version number of a token that was trained."""
+        book, schedule = self.books[policy], self.schedules[policy]
+        entries = [self._entry(lease, "trained") for lease in leases]
+        wrong = ""
+        if step != book.consumed or len({lease.id for lease in leases}) != schedule.groups_per_step:
+            wrong = f"it consumed {len(leases)} groups; step {book.consumed} with {schedule.groups_per_step} is due"
+        elif not all(entry.claimed for entry in entries):
+            wrong = "a group was never claimed"
+        elif oldest is not None and step - oldest > schedule.max_staleness:
+            wrong = f"a token of version {oldest} is older than max_staleness {schedule.max_staleness} allows"
+        if wrong:
+            raise LedgerError(f"step {step} of policy {policy!r}: {wrong}", fix="report this: the accounting is broken")
+        fields = {"policy": policy, "step": step, "lineage": self.lineage, "oldest": oldest}
+        self._write("trained", {**fields, "leases": [lease.id for lease in leases]})
+        for lease in leases:
+            del book.open[lease.id]
+            if schedule.order == "slot":
+                book.drops.pop(lease.slot, None)
+        if schedule.order == "ready":
+            book.drops = {slot: why for slot, why in book.drops.items() if book.slots.free(slot)}
+        book.consumed += 1
+        book.ended["trained"] += len(leases)
+
+    def evaluated(self, lease: Lease, step: int) -> None:
+        """An evaluation's lease is done."""
+        self._entry(lease, "evaluated")
+        self._end(lease, "evaluated", step)
+
+    def drop(self, lease: Lease, reason: str, *, newest: int | None = None, stale: bool = False) -> None:
+        """Nothing of this lease will be trained, and its task is used up. Its slot is free at once.
+
+        `newest` is the highest version number that sampled for it. A drop for age (`stale`) is void under a lineage
+        that resumes from before.
+        """
+        self._entry(lease, "dropped")
+        self._end(lease, "dropped", reason, newest=newest, stale=stale)
+        book = self.books[lease.policy]
+        book.slots.give(lease.slot)
+        book.drops.setdefault(lease.slot, Counter())[reason] += 1
+
+    def give_back(self, lease: Lease, reason: str) -> None:
+        """The task goes back to its source: the next lease of this slot gets it again, with the same seeds."""
+        self._entry(lease, "returned")
+        self._end(lease, "returned", reason)
+        if lease.split == "train":
+            book = self.books[lease.policy]
+            book.slots.give(lease.slot)
+            book.pending[lease.slot] = lease.position
+
+    def publish(self, version: Version, receipts: Mapping[str, Any], changed: bool) -> None:
+        """`version` is served from now on. Receipts are kept as (evidence, root) by engine."""
+        engines = {name: [str(getattr(r, "evidence", "")), getattr(r, "root", None)] for name, r in receipts.items()}
+        fields = {"policy": version.policy, "lineage": version.lineage, "number": version.number}
+        self._write("published", {**fields, "changed": changed, "engines": engines})
+        self.books[version.policy].published = version.number
+
+    # --- reading the state -------------------------------------------------------------------------------------------
+
+    def waiting(self, policy: str) -> list[Open]:
+        """Finished groups that no step has claimed, in order of finishing."""
+        book = self.books[policy]
+        return [book.open[lease] for lease in book.finished]
+
+    def in_flight(self, policy: str) -> list[Lease]:
+        """Leases that have no group yet, in order of issue."""
+        return [o.lease for o in self.books[policy].open.values() if o.group is None]
+
+    def reasons(self, policy: str, slot: int) -> Counter[str]:
+        """Why leases of this slot were dropped since its batch began."""
+        return self.books[policy].drops.get(slot, Counter())
+
+    def check(self, *, finished: bool = False) -> list[str]:
+        """The invariants that hold between any two calls; empty where they do. `finished` allows no open lease."""
+        found: list[str] = []
+        for policy, book in self.books.items():
+            groups = self.schedules[policy].groups_per_step
+            training = book.training()
+            slots = book.slots.end - len(book.slots.holes)
+            positions = book.positions.end - len(book.positions.holes)
+            due = book.ended["trained"] + book.ended["dropped"] + training + len(book.pending)
+            claimed = sum(o.claimed for o in book.open.values())
+            done = sum(o.group is not None and o.lease.split == "train" for o in book.open.values())
+            for name, have, want in (
+                ("slots taken, against consumed and open ones", slots, book.consumed * groups + training),
+                ("positions taken, against leases that hold one", positions, due),
+                ("groups trained, against steps consumed", book.ended["trained"], book.consumed * groups),
+                ("finished groups, against waiting and claimed ones", done, len(book.finished) + claimed),
+                ("leases issued, against ended and open ones", book.ended["issued"], _ends(book) + len(book.open)),
+            ):
+                if have != want:
+                    found.append(f"policy {policy}: {name}: {have} and {want}")
+            if finished and book.open:
+                found.append(f"policy {policy}: {len(book.open)} leases have no end")
+        return found
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> dict[str, Any]:
+        """The whole state as JSON, for `ledger.json`. Syncs the journal, which the snapshot points into."""
+        if self.journal is not None:
+            self.journal.sync()
+        return {
+            "format": FORMAT,
+            "lineage": self.lineage,
+            "journal": list(self.journal.position()) if self.journal is not None else None,
+            "notes": dict(self.notes),
+            "policies": {policy: _book_out(book) for policy, book in self.books.items()},
+        }
+
+    @classmethod
+    def resume(
+        cls,
+        snapshot: Mapping[str, Any],
+        journal: Journal,
+        schedules: Mapping[str, ScheduleConfig],
+        *,
+        omit: frozenset[str] = frozenset(),
+        changes: Mapping[str, Any] | None = None,
+    ) -> Ledger:
+        """Go on from a checkpoint, on a new lineage, with `journal` freshly opened on the run's folder.
+
+        Later `trained` entries are void. Finished groups that only versions up to the checkpoint sampled are kept and
+        wait to be trained (again); so are drops that such versions caused. All other leases are returned. `changes`
+        (what the config changed) is recorded with the lineage. Raises `JournalError`, `LedgerError`.
+        """
+        if snapshot.get("format") != FORMAT or set(snapshot["policies"]) != set(schedules):
+            raise LedgerError(
+                f"the checkpoint's ledger has format {snapshot.get('format')} and policies "
+                f"{sorted(snapshot['policies'])}; format {FORMAT} and {sorted(schedules)} were expected",
+                fix="resume with the run file and the version of miles-core that wrote it",
+            )
+        cut: Position = (snapshot["journal"][0], snapshot["journal"][1])
+        history = History(cut)
+        for data in snapshot["policies"].values():
+            for lease in data["open"]:
+                history.entries[lease["id"]] = Entry(
+                    lease=lease,
+                    leased_at=BEFORE,
+                    group_at=_pair(lease["group_at"]),
+                    versions=_pair(lease["versions"]),
+                    restorable=lease["restorable"],
+                )
+        for frame in read(journal.folder, cut):
+            history.apply(frame)
+        ledger = cls(journal, schedules, omit=omit)
+        ledger.lineage = max(history.lineage, snapshot["lineage"]) + 1
+        ledger.notes = dict(snapshot["notes"])
+        ledger.books = {policy: _book_in(data) for policy, data in snapshot["policies"].items()}
+        ledger._settle(history, cut, dict(changes or {}))
+        return ledger
+
+    def _settle(self, history: History, cut: Position, changes: dict[str, Any]) -> None:
+        """Decide what becomes of every lease that was open at the checkpoint or issued behind it, and write it down."""
+        for policy, book in self.books.items():
+            if is_strict(self.schedules[policy]) and (book.base is None or book.base[0] != book.consumed):
+                book.base = (book.consumed, book.positions.copy())  # before anything of this batch is taken back
+        kept: list[tuple[Entry, Position]] = []
+        dropped: list[str] = []
+        returned: list[str] = []
+        for entry in history.candidates().values():
+            lease = entry.lease
+            book = self.books[lease["policy"]]
+            slot, position, after = lease["slot"], lease["position"], entry.leased_at != BEFORE
+            trainable = lease["split"] == "train" and lease["started_version"] <= book.consumed
+            if entry.group_at and trainable and entry.restorable:
+                if entry.versions is None or entry.versions[1] <= book.consumed:
+                    if book.slots.free(slot) and _available(book, slot, position):
+                        book.slots.take(slot)
+                        _take(book, slot, position)
+                        book.ended["issued"] += after
+                        kept.append((entry, entry.group_at))
+                        continue
+            if entry.end and entry.end[0] == "dropped" and not entry.stale and trainable:
+                if (entry.newest is None or entry.newest <= book.consumed) and _available(book, slot, position):
+                    _take(book, slot, position)
+                    book.drops.setdefault(slot, Counter())[entry.end[1]] += 1
+                    book.ended["dropped"] += 1
+                    book.ended["issued"] += after
+                    dropped.append(lease["id"])
+                    continue
+            returned.append(lease["id"])
+            book.ended["returned"] += 1
+            book.ended["issued"] += after
+        for lease_id in returned:
+            lease = history.entries[lease_id].lease
+            book = self.books[lease["policy"]]
+            slot, position = lease["slot"], lease["position"]
+            before = history.entries[lease_id].leased_at == BEFORE and lease["split"] == "train"
+            if before and slot not in book.pending and book.positions.free(position) and book.slots.free(slot):
+                book.positions.take(position)
+                book.pending[slot] = position
+        for entry, at in sorted(kept, key=lambda pair: pair[1]):
+            self._restore(entry, at)
+        assert self.journal is not None
+        self._write(
+            "lineage",
+            {
+                "lineage": self.lineage,
+                "cut": list(cut),
+                "steps": {policy: book.consumed for policy, book in self.books.items()},
+                "kept": [entry.lease["id"] for entry, _ in kept],
+                "dropped": dropped,
+                "returned": returned,
+                "changes": changes,
+            },
+        )
+
+    def _restore(self, entry: Entry, at: Position) -> None:
+        assert self.journal is not None
+        frame = read_one(self.journal.folder, at)
+        group = decode_group(frame.header, frame.body)
+        data = entry.lease
+        lease = Lease(
+            id=data["id"],
+            policy=data["policy"],
+            slot=data["slot"],
+            task=group.task,
+            attempt=data["attempt"],
+            env=data["env"],
+            position=data["position"],
+            split=data["split"],
+            started_version=data["started_version"],
+        )
+        book = self.books[lease.policy]
+        book.open[lease.id] = Open(lease, group=group, versions=versions_of(group), group_at=at, restorable=True)
+        book.finished[lease.id] = None
+
+    # --- helpers -----------------------------------------------------------------------------------------------------
+
+    def _entry(self, lease: Lease, what: str) -> Open:
+        entry = self.books[lease.policy].open.get(lease.id)
+        if entry is None:
+            raise LedgerError(
+                f"lease {lease.id} cannot be {what}: it is not open", fix="report this: the accounting is broken"
+            )
+        return entry
+
+    def _end(self, lease: Lease, end: str, why: str | int, **more: Any) -> None:
+        more = {key: value for key, value in more.items() if value is not None and value is not False}
+        self._write("end", {"lease": lease.id, "end": end, "why": why, **more})
+        book = self.books[lease.policy]
+        del book.open[lease.id]
+        book.finished.pop(lease.id, None)
+        book.ended[end] += 1
+
+    def _write(self, kind: str, fields: Mapping[str, Any], blocks: Sequence[bytes] = ()) -> Position | None:
+        return None if self.journal is None else self.journal.append(kind, fields, blocks)
+
+
+def _available(book: Book, slot: int, position: int) -> bool:
+    """Whether `slot` may take `position`: it is free, or due to this slot."""
+    return book.positions.free(position) or book.pending.get(slot) == position
+
+
+def _take(book: Book, slot: int, position: int) -> None:
+    if book.pending.get(slot) == position:
+        del book.pending[slot]
+    else:
+        book.positions.take(position)
+
+
+def _pair(data: Sequence[int] | None) -> tuple[int, int] | None:
+    return (data[0], data[1]) if data else None
+
+
+def _ends(book: Book) -> int:
+    return sum(book.ended[end] for end in ("trained", "evaluated", "dropped", "returned"))
+
+
+def _lease_out(lease: Lease) -> dict[str, Any]:
+    return {
+        "id": lease.id,
+        "policy": lease.policy,
+        "slot": lease.slot,
+        "task": lease.task.id,
+        "attempt": lease.attempt,
+        "env": lease.env,
+        "position": lease.position,
+        "split": lease.split,
+        "started_version": lease.started_version,
+    }
+
+
+def _book_out(book: Book) -> dict[str, Any]:
+    base = book.base
+    return {
+        "slots": book.slots.to_json(),
+        "positions": book.positions.to_json(),
+        "consumed": book.consumed,
+        "published": book.published,
+        "pending": [[slot, position] for slot, position in book.pending.items()],
+        "drops": [[slot, dict(why)] for slot, why in book.drops.items()],
+        "base": None if base is None else [base[0], base[1].to_json()],
+        "ended": dict(book.ended),
+        "open": [
+            {
+                **_lease_out(o.lease),
+                "group_at": list(o.group_at) if o.group_at else None,
+                "versions": list(o.versions) if o.versions else None,
+                "restorable": o.restorable,
+            }
+            for o in book.open.values()
+        ],
+    }
+
+
+def _book_in(data: Mapping[str, Any]) -> Book:
+    """The state without its open leases: `Ledger._settle` takes back what it keeps of them."""
+    base = data["base"]
+    book = Book(
+        slots=Numbers.from_json(data["slots"]),
+        positions=Numbers.from_json(data["positions"]),
+        consumed=data["consumed"],
+        published=-1,
+        pending={slot: position for slot, position in data["pending"]},
+        drops={slot: Counter(why) for slot, why in data["drops"]},
+        base=None if base is None else (base[0], Numbers.from_json(base[1])),
+        ended=Counter(data["ended"]),
+    )
+    for lease in data["open"]:
+        if lease["split"] == "train":
+            book.slots.give(lease["slot"])
+            book.positions.give(lease["position"])
+    return book

@@ -1,0 +1,97 @@
+"""One policy while the loop runs, and the bounded waits that the loop is made of."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Sequence
+from typing import Any, TypeVar
+
+from miles_core.collaborators import PolicySetup
+from miles_core.errors import DeadlineError, StarvedError, StoppedError
+from miles_core.ledger import Ledger, Open
+
+T = TypeVar("T")
+
+#: How long a cancelled side may take to return before the run goes on without it.
+CANCEL_GRACE_S = 10.0
+
+
+class Side:
+    """One policy while the loop runs."""
+
+    def __init__(self, setup: PolicySetup, ledger: Ledger) -> None:
+        self.setup = setup
+        self.name = setup.name
+        self.schedule = setup.schedule
+        self.book = ledger.books[setup.name]
+        self.demonstrations = setup.sampling is None
+        self.tasks: dict[str, asyncio.Future[None]] = {}
+        self.retries: Counter[int] = Counter()
+        self.training = False
+        self.changed = False
+        self.served = -1  # version number that engines serve
+        self.dropped = self.ended = 0  # since the last step
+
+    def next_step(self) -> int:
+        """The earliest step that a group which waits now can be part of."""
+        return self.book.consumed + self.training
+
+    def choose(self, waiting: Sequence[Open], step: int) -> list[Open] | None:
+        """The batch of `step` in slot order, or `None` while it is not complete.
+
+        `slot`: exactly its own slots. `ready`: first finished, those that can wait least first.
+        """
+        groups = self.schedule.groups_per_step
+        if self.schedule.order == "slot":
+            own = [entry for entry in waiting if entry.lease.slot // groups == step]
+        else:
+            own = sorted(waiting, key=lambda entry: entry.versions[0] if entry.versions else step)[:groups]
+        return sorted(own, key=lambda entry: entry.lease.slot) if len(own) == groups else None
+
+    def check_starved(self, slot: int, reasons: Counter[str]) -> None:
+        reasons = Counter({why: n for why, n in reasons.items() if why != "stale" or self.retries[slot]})
+        if reasons.total() >= self.schedule.max_leases_per_slot:
+            told = "; ".join(f"{n} x {why}" for why, n in reasons.most_common(5))
+            raise StarvedError(
+                f"slot {slot} of policy {self.name!r} used {reasons.total()} leases and none could be trained: {told}",
+                fix="loosen what rejects them, give easier or harder tasks, or raise schedule.max_leases_per_slot",
+            )
+
+
+async def cancel(tasks: set[Any], grace_s: float = CANCEL_GRACE_S) -> None:
+    """Cancel what is not done and wait for it, a bounded time; errors of cancelled tasks are not ours to raise."""
+    running = {task for task in tasks if not task.done()}
+    for task in running:
+        task.cancel()
+    if running:
+        await asyncio.wait(running, timeout=grace_s)
+    for task in tasks:
+        if task.done() and not task.cancelled():
+            task.exception()  # seen
+
+
+def stalled(what: str, deadline_s: float) -> DeadlineError:
+    return DeadlineError(
+        f"waiting for {what}: nothing happened for {deadline_s:g} s (schedule.stall_deadline_s)",
+        fix="look at the engines' and trainer's logs, raise schedule.stall_deadline_s if they are only slow, and go on "
+        "with `miles run --resume`",
+    )
+
+
+def cancelled(what: str) -> StoppedError:
+    return StoppedError(f"{what} was cancelled from outside the loop", fix="go on with `miles run --resume`")
+
+
+async def within(awaited: Awaitable[T], what: str, deadline_s: float) -> T:
+    """Wait for one thing, no longer than `deadline_s`; cancelled with whoever waits."""
+    task = asyncio.ensure_future(awaited)
+    try:
+        await asyncio.wait({task}, timeout=deadline_s)
+        if not task.done():
+            raise stalled(what, deadline_s)
+        if task.cancelled():
+            raise cancelled(what)
+        return task.result()
+    finally:
+        await cancel({task})

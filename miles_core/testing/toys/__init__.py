@@ -1,0 +1,1 @@
+"""Toy plugins of every kind and place; see `plugin.py`."""

@@ -1,0 +1,1 @@
+"""Registers the toy plugins of `miles_core.testing.toys`."""

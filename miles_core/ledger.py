@@ -10,73 +10,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from miles_core.admission import Numbers, is_strict, versions_of
+from miles_core.admission import is_strict, versions_of
+from miles_core.book import Book, Lease, Open, available, book_in, book_out, ends, lease_out, pair, take
 from miles_core.config.schema import ScheduleConfig
 from miles_core.errors import LedgerError
 from miles_core.frames import decode_group, encode_group, restorable
 from miles_core.history import BEFORE, Entry, History
 from miles_core.journal import Journal, Position, read, read_one
-from miles_core.records import Group, Task, Version, group_id
+from miles_core.records import Group, Task, Version
+
+__all__ = ["Book", "Lease", "Ledger", "Open"]
 
 FORMAT = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lease:
-    """One task on loan, to be sampled once. `slot` is -1 for evaluations, whose `position` counts their tasks.
-
-    `started_version` is the number of the version that was published when the lease began. Seeds derive from
-    (policy, task, attempt), so that a lease of the same position repeats them.
-    """
-
-    id: str
-    policy: str
-    slot: int
-    task: Task
-    attempt: int
-    env: str
-    position: int
-    split: str
-    started_version: int
-
-    @property
-    def group(self) -> str:
-        return group_id(self.task.id, self.attempt)
-
-
-@dataclass(slots=True)
-class Open:
-    """A lease without an end: in flight while `group` is `None`, then finished, then claimed by a step."""
-
-    lease: Lease
-    group: Group | None = None
-    versions: tuple[int, int] | None = None
-    group_at: Position | None = None
-    restorable: bool = False  # whether the journal alone brings the group back
-    claimed: bool = False
-
-
-@dataclass(slots=True)
-class Book:
-    """The state of one policy. Slots and positions are taken from lease to end; trained and dropped keep positions."""
-
-    slots: Numbers = field(default_factory=Numbers)
-    positions: Numbers = field(default_factory=Numbers)
-    consumed: int = 0  # steps
-    published: int = -1  # version number; -1 before the first
-    pending: dict[int, int] = field(default_factory=dict)  # slot -> position that was returned and is due again
-    drops: dict[int, Counter[str]] = field(default_factory=dict)  # slot -> reasons, while its batch is not consumed
-    base: tuple[int, Numbers] | None = None  # batch, and the free positions when its first lease was issued
-    open: dict[str, Open] = field(default_factory=dict)
-    finished: dict[str, None] = field(default_factory=dict)  # lease ids in order of finishing, not yet claimed
-    ended: Counter[str] = field(default_factory=Counter)  # kind of end -> leases
-
-    def training(self) -> int:
-        """Open leases that hold a slot."""
-        return sum(o.lease.split == "train" for o in self.open.values())
 
 
 class Ledger:
@@ -149,17 +96,17 @@ class Ledger:
             split=split,
             started_version=book.published,
         )
-        if split == "train" and not (book.slots.free(slot) and _available(book, slot, position)):
+        if split == "train" and not (book.slots.free(slot) and available(book, slot, position)):
             raise LedgerError(
                 f"slot {slot} or position {position} of policy {policy!r} is taken already",
                 fix="report this: the accounting is broken",
             )
-        self._write("lease", _lease_out(lease))
+        self._write("lease", lease_out(lease))
         self._issued += 1
         book.ended["issued"] += 1
         if split == "train":
             book.slots.take(slot)
-            _take(book, slot, position)
+            take(book, slot, position)
         book.open[lease.id] = Open(lease)
         return lease
 
@@ -281,7 +228,7 @@ class Ledger:
                 ("positions taken, against leases that hold one", positions, due),
                 ("groups trained, against steps consumed", book.ended["trained"], book.consumed * groups),
                 ("finished groups, against waiting and claimed ones", done, len(book.finished) + claimed),
-                ("leases issued, against ended and open ones", book.ended["issued"], _ends(book) + len(book.open)),
+                ("leases issued, against ended and open ones", book.ended["issued"], ends(book) + len(book.open)),
             ):
                 if have != want:
                     found.append(f"policy {policy}: {name}: {have} and {want}")
@@ -300,7 +247,7 @@ class Ledger:
             "lineage": self.lineage,
             "journal": list(self.journal.position()) if self.journal is not None else None,
             "notes": dict(self.notes),
-            "policies": {policy: _book_out(book) for policy, book in self.books.items()},
+            "policies": {policy: book_out(book) for policy, book in self.books.items()},
         }
 
     @classmethod
@@ -332,8 +279,8 @@ class Ledger:
                 history.entries[lease["id"]] = Entry(
                     lease=lease,
                     leased_at=BEFORE,
-                    group_at=_pair(lease["group_at"]),
-                    versions=_pair(lease["versions"]),
+                    group_at=pair(lease["group_at"]),
+                    versions=pair(lease["versions"]),
                     restorable=lease["restorable"],
                 )
         for frame in read(journal.folder, cut):
@@ -341,7 +288,7 @@ class Ledger:
         ledger = cls(journal, schedules, omit=omit)
         ledger.lineage = max(history.lineage, snapshot["lineage"]) + 1
         ledger.notes = dict(snapshot["notes"])
-        ledger.books = {policy: _book_in(data) for policy, data in snapshot["policies"].items()}
+        ledger.books = {policy: book_in(data) for policy, data in snapshot["policies"].items()}
         ledger._settle(history, cut, dict(changes or {}))
         return ledger
 
@@ -360,15 +307,15 @@ class Ledger:
             trainable = lease["split"] == "train" and lease["started_version"] <= book.consumed
             if entry.group_at and trainable and entry.restorable:
                 if entry.versions is None or entry.versions[1] <= book.consumed:
-                    if book.slots.free(slot) and _available(book, slot, position):
+                    if book.slots.free(slot) and available(book, slot, position):
                         book.slots.take(slot)
-                        _take(book, slot, position)
+                        take(book, slot, position)
                         book.ended["issued"] += after
                         kept.append((entry, entry.group_at))
                         continue
             if entry.end and entry.end[0] == "dropped" and not entry.stale and trainable:
-                if (entry.newest is None or entry.newest <= book.consumed) and _available(book, slot, position):
-                    _take(book, slot, position)
+                if (entry.newest is None or entry.newest <= book.consumed) and available(book, slot, position):
+                    take(book, slot, position)
                     book.drops.setdefault(slot, Counter())[entry.end[1]] += 1
                     book.ended["dropped"] += 1
                     book.ended["issued"] += after
@@ -441,80 +388,3 @@ class Ledger:
 
     def _write(self, kind: str, fields: Mapping[str, Any], blocks: Sequence[bytes] = ()) -> Position | None:
         return None if self.journal is None else self.journal.append(kind, fields, blocks)
-
-
-def _available(book: Book, slot: int, position: int) -> bool:
-    """Whether `slot` may take `position`: it is free, or due to this slot."""
-    return book.positions.free(position) or book.pending.get(slot) == position
-
-
-def _take(book: Book, slot: int, position: int) -> None:
-    if book.pending.get(slot) == position:
-        del book.pending[slot]
-    else:
-        book.positions.take(position)
-
-
-def _pair(data: Sequence[int] | None) -> tuple[int, int] | None:
-    return (data[0], data[1]) if data else None
-
-
-def _ends(book: Book) -> int:
-    return sum(book.ended[end] for end in ("trained", "evaluated", "dropped", "returned"))
-
-
-def _lease_out(lease: Lease) -> dict[str, Any]:
-    return {
-        "id": lease.id,
-        "policy": lease.policy,
-        "slot": lease.slot,
-        "task": lease.task.id,
-        "attempt": lease.attempt,
-        "env": lease.env,
-        "position": lease.position,
-        "split": lease.split,
-        "started_version": lease.started_version,
-    }
-
-
-def _book_out(book: Book) -> dict[str, Any]:
-    base = book.base
-    return {
-        "slots": book.slots.to_json(),
-        "positions": book.positions.to_json(),
-        "consumed": book.consumed,
-        "published": book.published,
-        "pending": [[slot, position] for slot, position in book.pending.items()],
-        "drops": [[slot, dict(why)] for slot, why in book.drops.items()],
-        "base": None if base is None else [base[0], base[1].to_json()],
-        "ended": dict(book.ended),
-        "open": [
-            {
-                **_lease_out(o.lease),
-                "group_at": list(o.group_at) if o.group_at else None,
-                "versions": list(o.versions) if o.versions else None,
-                "restorable": o.restorable,
-            }
-            for o in book.open.values()
-        ],
-    }
-
-
-def _book_in(data: Mapping[str, Any]) -> Book:
-    """The state without its open leases: `Ledger._settle` takes back what it keeps of them."""
-    base = data["base"]
-    book = Book(
-        slots=Numbers.from_json(data["slots"]),
-        positions=Numbers.from_json(data["positions"]),
-        consumed=data["consumed"],
-        published=-1,
-        pending={slot: position for slot, position in data["pending"]},
-        drops={slot: Counter(why) for slot, why in data["drops"]},
-        base=None if base is None else (base[0], Numbers.from_json(base[1])),
-        ended=Counter(data["ended"]),
-    )
-    for lease in data["open"]:
-        if lease["split"] == "train":
-            book.slots.give(lease["slot"])
-            book.positions.give(lease["position"])
-    return book

@@ -18,11 +18,12 @@ import numpy as np
 
 from miles_core.contracts.engine import Completion, Health, PauseMode, Request
 from miles_core.errors import DeadlineError, EngineError, QuorumError
-from miles_core.records import Array, Finish, Span, Version
+from miles_core.records import Finish, Span, Version
 from miles_core.weights import ServingGate
 
 if TYPE_CHECKING:
     from miles_core.contracts.engine import Engine
+    from miles_core.records import Array
 
 #: How long a member may take beyond a request's own deadline before the pool gives up on it.
 GRACE_S = 5.0

@@ -19,11 +19,11 @@ from miles_core.columns import Align, ColumnSpec, Level, validate
 from miles_core.contracts.engine import Completion, Request
 from miles_core.contracts.environment import Turn
 from miles_core.errors import DeadlineError, EngineError, RecordError
-from miles_core.records import Array, Finish, Message, Origin, Sampling, Span, Trajectory, trajectory_id
+from miles_core.records import Finish, Message, Origin, Sampling, Span, Trajectory, trajectory_id
 
 if TYPE_CHECKING:
     from miles_core.contracts.rendering import Renderer
-    from miles_core.records import Prompt
+    from miles_core.records import Array, Prompt
 
 #: What `Session` samples with: the pool's `generate`, with the run's extensions around it. Returns the completion and
 #: the columns that extensions collected from it.

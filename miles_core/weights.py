@@ -12,14 +12,17 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
 
 from miles_core.contracts.weights import Evidence, Manifest, Piece, Receipt, TensorSpec
 from miles_core.errors import WeightError
-from miles_core.records import Array, Version
+from miles_core.records import Version
+
+if TYPE_CHECKING:
+    from miles_core.records import Array
 
 #: Weakest first: a receipt must rest on at least what `sync.verify` names.
 STRENGTH: dict[Evidence, int] = {evidence: rank for rank, evidence in enumerate(Evidence)}

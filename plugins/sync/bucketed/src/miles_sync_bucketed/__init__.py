@@ -1,0 +1,1 @@
+"""Weights in buckets, from a trainer to engines on the same host."""

@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miles_core.compatibility import match_capabilities, plugin_lock
+from miles_core.config.schema import Part
 from miles_core.config.source import resolve_source
 from miles_core.contracts.launcher import WorkerSpec
 from miles_core.errors import CombinationError, DataError, MilesError
@@ -67,7 +68,7 @@ def prepare(run_file: RunFile, catalogue: Catalogue, run_dir: Path, export: Call
     other runs (`export(run_dir, step) -> folder` makes a Hugging Face folder of a run's checkpoint)."""
     match_capabilities(run_file, catalogue)
     wiring = Wiring(run_file, catalogue, run_dir)
-    sources = {p.name: model_sources(p, run_file.run.seed, export) for p in run_file.policies.values()}
+    sources = {p.name: model_sources(p, wiring, export) for p in run_file.policies.values()}
     extensions = wiring.extensions(Place.CONTROLLER)
     renderers, envs, stages, filters, columns = {}, {}, {}, {}, {}
     for policy in run_file.policies.values():
@@ -97,25 +98,29 @@ def prepare(run_file: RunFile, catalogue: Catalogue, run_dir: Path, export: Call
     )
 
 
-def model_sources(policy: Policy, seed: int, export: Callable[..., Path]) -> dict[str, ModelSource]:
-    """The actor's source, and a role's own where it names one."""
-    from dataclasses import replace
+def model_sources(policy: Policy, wiring: Wiring, export: Callable[[Path, int | None], Path]) -> dict[str, ModelSource]:
+    """The actor's source, and a role's own where it names one. `export(run_dir, step)` makes a folder of a run."""
+    folder = wiring.run.run.folder
 
-    own = resolve_source(policy.model, seed, run_loader=export)
+    def resolve(part: Part) -> ModelSource:
+        return resolve_source(
+            part,
+            wiring.run.run.seed,
+            run_loader=export,
+            base=Path(folder) if folder else None,
+            catalogue=wiring.catalogue,
+        )
+
+    own = resolve(policy.model)
     found = {}
     for name, role in policy.roles.items():
-        if not role.source:
-            found[name] = own
-            continue
-        keys = replace(policy.model.core, source=role.source, architecture=None)
-        found[name] = resolve_source(replace(policy.model, core=keys), seed, run_loader=export)
+        keys = replace(policy.model.core, source=role.source, architecture=None) if role.source else None
+        found[name] = own if keys is None else resolve(replace(policy.model, core=keys))
     return found
 
 
 def build_renderer(wiring: Wiring, policy: Policy, source: ModelSource, place: Place) -> Any:
     """The policy's renderer, with the built-in tokenizer that `model.tokenizer` names (a folder is in the source)."""
-    from miles_core.config.schema import Part
-
     keys = policy.model.core
     tokenizer = None
     if keys.tokenizer is not None and source.tokenizer_folder is None:
@@ -278,17 +283,21 @@ class Controller:
         return PolicySetup(
             name=name,
             schedule=policy.schedule,
-            tasks=TaskFeed(
-                self.prepared.envs[name],
-                {key: part.core.weight for key, part in policy.envs.items()},
-                run_seed=run.run.seed,
-                policy=name,
-            ),
+            tasks=self._tasks(policy),
             learner=self.learners[name],
             share=policy.share,
             filters=self.prepared.filters[name],
             sampling=None if demonstrations else sampling,
             eval_sampling=evaluation,
+        )
+
+    def _tasks(self, policy: Policy) -> TaskFeed:
+        envs = self.prepared.envs[policy.name]
+        evaluated = {key: env for key, env in envs.items() if "eval" in env.task_splits}
+        return TaskFeed(
+            {key: env.tasks("train") for key, env in envs.items()},
+            {key: env.tasks("eval") for key, env in evaluated.items()},
+            {key: part.core.weight for key, part in policy.envs.items()},
         )
 
     async def close(self) -> None:
@@ -345,8 +354,6 @@ def build_engines(
     addresses: Mapping[str, str] | None = None,
 ) -> dict[str, Engine]:
     """Engines (or their clients, in samplers) by name. An engine that serves several policies offers `policies`."""
-    from dataclasses import replace
-
     run = wiring.run
     first = next(iter(run.policies))
     engines: dict[str, Engine] = {}
@@ -416,6 +423,7 @@ def _sampling_policies(
             want=frozenset({"keep_ids"} if cut else ()),
             columns=columns[p.name],
             deadline_s=p.schedule.episode_deadline_s,
+            rewarded=p.algorithm.keys.episodes == "sampled",
         )
         for p in wiring.run.policies.values()
     }

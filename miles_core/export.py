@@ -47,7 +47,7 @@ def export(run: RunDir, step: int | None, folder: Path, policy: str = "") -> int
             f"the run has no policy {policy!r}; it has {list(run_file.policies)}", fix="name one of these by --policy"
         )
     wiring = Wiring(run_file, catalogue, run.path)
-    sources = {p.name: model_sources(p, run_file.run.seed, export_cached) for p in run_file.policies.values()}
+    sources = {p.name: model_sources(p, wiring, export_cached) for p in run_file.policies.values()}
     renderer = build_renderer(wiring, chosen, sources[chosen.name]["actor"], Place.CONTROLLER)
     draft = folder.with_name(f".{folder.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)

@@ -244,7 +244,7 @@ class Binder:
                     continue
                 part, tree[field] = self.part(kinds, "", one, at, field)
                 if part.name in taken:  # the same plugin in two fields: metrics and weights need two names
-                    part = replace(part, name=field)
+                    part = replace(part, name=f"{part.name}-{field}")
                 found = {part.name: part}
             for name in found:
                 if name in taken:

@@ -253,8 +253,6 @@ class ToyBackend:
 
 def column_of(output: Output) -> str:
     """The column that a scored output becomes."""
-    if output.name == "values":
-        return "values"
     if output.role == "actor":
         return "proximal_logprobs" if output.name == "logprobs" else output.name
     return f"{output.role}.{output.name}"

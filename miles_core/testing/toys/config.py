@@ -61,7 +61,7 @@ class EngineConfig:
 class SocketEngineConfig(EngineConfig):
     """Engine `toy-socket`: a server on 127.0.0.1 owned by the controller, and clients in samplers."""
 
-    port: int = opt(0, "TCP port; chosen by the system where 0, and told to samplers in the run directory", low=0)
+    port: int = opt(0, "TCP port; chosen by the system where 0", low=0)
     own_process: bool = opt(False, "the server runs in a process of its own, without renderer and extensions")
     connect_s: float = opt(10.0, "deadline for reaching the server", unit="s", low=0.001)
 

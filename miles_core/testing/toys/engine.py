@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from safetensors.numpy import load_file
@@ -25,19 +25,8 @@ from miles_core.weights import piece_digests
 if TYPE_CHECKING:
     from miles_core.contracts.rendering import Renderer
 
-OFFERS = (
-    "weights.tensors",
-    "weights.checkpoint",
-    "logprobs",
-    "keep_ids",
-    "pause.in_place",
-    "pause.recompute",
-    "pause.abort",
-    "pause.finish",
-    "batch_invariant",
-)
-#: What `Request.want` may name; extensions add their own columns.
-WANTS = frozenset({"logprobs", "keep_ids"})
+#: What `Request.want` may name. `toy.previous` is the id of the token before each sampled one, int32 [n].
+WANTS = frozenset({"logprobs", "keep_ids", "toy.previous"})
 
 
 @dataclass
@@ -74,15 +63,12 @@ class ToyEngine:
         name: str,
         *,
         renderer: Renderer | None = None,
-        extensions: Sequence[Any] = (),
         step_s: float = 0.0,
         slots: int = 256,
     ) -> None:
         self.name = name
         self._renderer = renderer
         self._stop_ids = frozenset(renderer.stop_ids if renderer is not None else (1,))
-        self._extensions = tuple(extensions)
-        self._columns = {c.name for e in extensions for c in e.columns}
         self._step_s = step_s
         self._slots = slots
         self._weights: dict[str, _Weights] = {}
@@ -141,9 +127,9 @@ class ToyEngine:
             raise EngineError(
                 f"engine {self.name!r} is not running: {self._failure!r}", fix="start it, or look at its failure"
             )
-        for want in sorted(request.want - WANTS - self._columns):
+        for want in sorted(request.want - WANTS):
             raise CapabilityError(
-                f"engine {self.name!r} was asked for {want!r}; it offers {sorted(WANTS | self._columns)}",
+                f"engine {self.name!r} was asked for {want!r}; it offers {sorted(WANTS)}",
                 fix="choose an engine that offers it",
             )
         held = self._weights.get(request.policy)
@@ -179,10 +165,8 @@ class ToyEngine:
         if "keep_ids" in row.request.want:
             columns["keep_ids"] = np.concatenate([np.zeros(0, np.int32), *row.kept]).astype(np.int32)
             columns["keep_counts"] = np.array([len(k) for k in row.kept], np.int32).reshape(n)
-        raw = {"previous": np.array(row.previous, np.int32)}
-        for extension in self._extensions:
-            if hasattr(extension, "collect"):
-                columns |= extension.collect(raw, row.request)
+        if "toy.previous" in row.request.want:
+            columns["toy.previous"] = np.array(row.previous, np.int32)
         return Completion(
             request=row.request.id,
             columns=columns,

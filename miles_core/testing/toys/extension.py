@@ -66,9 +66,9 @@ class ToyExtension:
         return replace(request, want=request.want | {PREVIOUS.name}) if self._config.replay else request
 
     def collect(self, raw: Mapping[str, Any], request: Request) -> Mapping[str, Array | Ref]:
-        if PREVIOUS.name not in request.want or "previous" not in raw:
+        if PREVIOUS.name not in request.want:
             return {}
-        return {PREVIOUS.name: np.asarray(raw["previous"], np.int32)}
+        return {PREVIOUS.name: np.asarray(raw[PREVIOUS.name], np.int32)}
 
     def model(self, module: Any, role: str, policy: str) -> Any:
         return DeltaModel(module) if self._config.delta and role == "actor" else module

@@ -95,7 +95,8 @@ class ThreadWorkers:
         workers, self._workers = self._workers, []
         for rank, worker in enumerate(workers):
             if hasattr(worker, "close"):
-                closing = self._on_thread(rank, worker.close)
+                plain = not asyncio.iscoroutinefunction(worker.close)
+                closing = self._on_thread(rank, worker.close) if plain else worker.close()
                 await asyncio.gather(asyncio.wait_for(closing, CLOSE_S), return_exceptions=True)
         for thread in self._threads:
             thread.shutdown(wait=False, cancel_futures=True)
@@ -215,8 +216,8 @@ class ProcessWorkers:
         if self._closed:
             return
         self._closed = True
-        closing = [p.call("close", ()) for p in self.processes]
-        await asyncio.wait([asyncio.ensure_future(c) for c in closing], timeout=CLOSE_S)
+        closing = [asyncio.wait_for(p.call("close", ()), CLOSE_S) for p in self.processes]
+        await asyncio.gather(*closing, return_exceptions=True)  # a worker that is dead or has nothing to close is fine
         await asyncio.gather(*(asyncio.to_thread(p.stop) for p in self.processes))
 
 

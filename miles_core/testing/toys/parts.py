@@ -26,19 +26,11 @@ if TYPE_CHECKING:
 ADVANTAGES = CORE_COLUMNS["advantages"]
 
 
-def _reward(batch: Batch) -> Any:
-    """float64 [episodes]: reward plus every penalty, 0 where an episode has none."""
-    total = np.nan_to_num(batch.columns["reward"], nan=0.0)
-    for name in sorted(batch.columns):
-        if name.startswith("reward."):
-            spec = batch.specs[name]
-            if spec.level == Level.EPISODE and spec.help == "penalty":
-                total = total + batch.columns[name]
-    return total
-
-
 class CentredAdvantage:
-    """Field `advantage`: reward minus the mean of its group, on every trainable token; a group of one gives 0."""
+    """Field `advantage`: reward minus the mean of its group, on every trainable token; a group of one gives 0.
+
+    Episodes without a reward (NaN) count nowhere and get 0.
+    """
 
     needs: frozenset[str] = frozenset({"reward"})
     gives = (ADVANTAGES,)
@@ -47,8 +39,8 @@ class CentredAdvantage:
         self._coef = config.coef
 
     def __call__(self, batch: Batch, rng: np.random.Generator) -> StageOutput:
-        reward = _reward(batch)
         rewarded = ~np.isnan(batch.columns["reward"])
+        reward = np.where(rewarded, batch.columns["reward"], 0.0)
         count = np.bincount(batch.group_of[rewarded], minlength=batch.n_groups)
         total = np.bincount(batch.group_of[rewarded], weights=reward[rewarded], minlength=batch.n_groups)
         mean = total / np.maximum(count, 1)
@@ -60,11 +52,21 @@ class CentredAdvantage:
         )
 
 
+class PenalisedAdvantage(CentredAdvantage):
+    """Field `advantage`: as `CentredAdvantage`, minus the column that `RewardKL` writes."""
+
+    needs: frozenset[str] = frozenset({"reward", "toy.reward_kl"})
+
+    def __call__(self, batch: Batch, rng: np.random.Generator) -> StageOutput:
+        centred = super().__call__(batch, rng).columns["advantages"]
+        return StageOutput(columns={"advantages": (centred - batch.columns["toy.reward_kl"]).astype(np.float32)})
+
+
 class LengthPenalty:
     """Field `penalty`: minus `coef` for each sampled token of the episode."""
 
     needs: frozenset[str] = frozenset({"trainable"})
-    gives = (ColumnSpec(name="reward.toy", level=Level.EPISODE, dtype="float64", help="penalty"),)
+    gives = (ColumnSpec(name="reward.toy", level=Level.EPISODE, dtype="float64"),)
 
     def __init__(self, config: StageConfig) -> None:
         self._coef = config.coef

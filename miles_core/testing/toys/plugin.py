@@ -5,7 +5,6 @@ Registered by the distribution `miles-testing-toys` (tests/toys). A toy is chose
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from miles_core import hookimpl
@@ -22,6 +21,8 @@ ENGINE_OFFERS = (
     "pause.abort",
     "pause.finish",
     "batch_invariant",
+    "policies",
+    "toy.previous",
 )
 
 
@@ -31,7 +32,6 @@ def _engine(config: c.EngineConfig, context: BuildContext) -> Any:
     return ToyEngine(
         context.name,
         renderer=context.renderer,
-        extensions=context.extensions,
         step_s=config.step_s,
         slots=config.slots,
     )
@@ -40,7 +40,6 @@ def _engine(config: c.EngineConfig, context: BuildContext) -> Any:
 def _socket_engine(config: c.SocketEngineConfig, context: BuildContext) -> Any:
     from miles_core.testing.toys.socket_engine import EngineServer, SocketEngine, serve_command
 
-    address = None if context.run_dir is None else Path(context.run_dir) / "engines" / f"{context.name}.json"
     server, command = None, []
     if context.place == Place.CONTROLLER and config.own_process:
         stop_ids = (1,) if context.renderer is None else context.renderer.stop_ids
@@ -49,7 +48,7 @@ def _socket_engine(config: c.SocketEngineConfig, context: BuildContext) -> Any:
         server = EngineServer(_engine(config, context))
     return SocketEngine(
         context.name,
-        address=address,
+        address=context.address,
         port=config.port,
         server=server,
         command=command,
@@ -230,6 +229,7 @@ def _stage(name: str) -> Any:
 
 STAGES = {
     "toy": ("advantage", "CentredAdvantage"),
+    "toy-kl-advantage": ("advantage", "PenalisedAdvantage"),
     "toy-penalty": ("penalty", "LengthPenalty"),
     "toy-reward-kl": ("reward_kl", "RewardKL"),
     "toy-distill": ("distill", "Distill"),
@@ -336,4 +336,10 @@ def _extension(config: c.ExtensionConfig, context: BuildContext) -> Any:
 
 @hookimpl
 def miles_extension() -> Provider[Any, Any]:
-    return Provider(name="toy", config=c.ExtensionConfig, build=_extension, summary="replay and LoRA in miniature")
+    return Provider(
+        name="toy",
+        config=c.ExtensionConfig,
+        build=_extension,
+        requires=lambda config: ("toy.previous",) if config.replay else (),
+        summary="replay and LoRA in miniature",
+    )

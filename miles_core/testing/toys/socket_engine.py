@@ -1,7 +1,7 @@
 """Toy engine behind a TCP port on 127.0.0.1: a server, and a client that keeps the whole `Engine` contract.
 
-The controller's client owns the server (in this process, or with `own_process` in one of its own that may be killed)
-and leaves its port in the run directory; clients of sampler processes find it there. Frames as in `wire.py`.
+The controller's client owns the server (in this process, or with `own_process` in one of its own that may be killed);
+clients of sampler processes are given its `address`. Frames as in `wire.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -229,20 +228,18 @@ class SocketEngine:
         self,
         name: str,
         *,
-        address: Path | None,
+        address: str = "",
         port: int = 0,
         server: EngineServer | None = None,
         command: Sequence[str] = (),
         connect_s: float = 10.0,
-        extensions: Sequence[Any] = (),
     ) -> None:
         self.name = name
-        self._address = address
+        self.address = address  # host:port; known once a server that this client owns has started
         self._port = port
         self._server = server
         self._command = tuple(command)
         self._connect_s = connect_s
-        self._extensions = tuple(extensions)
         self.process: subprocess.Popen[str] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -257,11 +254,8 @@ class SocketEngine:
             self._port = await self._server.start(self._port)
         elif self._command:
             self._port = await asyncio.to_thread(self._spawn)
-        if (self._server is not None or self._command) and self._address is not None:
-            self._address.parent.mkdir(parents=True, exist_ok=True)
-            draft = self._address.with_suffix(".draft")
-            draft.write_text(json.dumps({"port": self._port}), encoding="utf-8")
-            os.replace(draft, self._address)
+        if self._port:
+            self.address = f"127.0.0.1:{self._port}"
         reader, self._writer = await self._connect()
         self._lost = ""
         self._reading = asyncio.create_task(self._read(reader))
@@ -278,9 +272,8 @@ class SocketEngine:
         deadline = asyncio.get_running_loop().time() + self._connect_s
         while True:
             try:
-                owned = self._server is not None or self._command
-                port = self._port if owned or self._address is None or self._port else self._advertised()
-                return await asyncio.open_connection("127.0.0.1", port)
+                host, _, port = self.address.rpartition(":")
+                return await asyncio.open_connection(host, int(port))
             except (OSError, ValueError) as error:
                 if asyncio.get_running_loop().time() > deadline:
                     raise EngineError(
@@ -288,10 +281,6 @@ class SocketEngine:
                         fix="start the engine in the controller first, or raise connect_s",
                     ) from error
                 await asyncio.sleep(0.02)
-
-    def _advertised(self) -> int:
-        assert self._address is not None
-        return int(json.loads(self._address.read_text(encoding="utf-8"))["port"])
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:

@@ -94,10 +94,9 @@ class ToyTransport:
             raise WeightError("a transfer needs a sender", fix="give every trainer rank one")
         described = [json.loads(s) for s in senders]
         nbytes = sum(4 * int(np.prod(s.shape, dtype=np.int64)) for s in specs)
-        first = {"source": described[0], "links": sorted(links)}
-        others = {"source": described[0], "links": []}
-        plans = [json.dumps(first if rank == 0 else others).encode() for rank in range(len(senders))]
-        to_links = {name: json.dumps({"source": described[0], "name": name}).encode() for name in links}
+        plans = [json.dumps({"links": sorted(links) if rank == 0 else []}).encode() for rank in range(len(senders))]
+        part = {"source": described[0], "phase": self.phase}
+        to_links = {name: json.dumps({**part, "name": name}).encode() for name in links}
         summary = {"path": self._places, "bytes": str(nbytes), "engines": str(len(links)), "phase": self.phase}
         return TransferPlan(senders=tuple(plans), links=to_links, summary=summary)
 
@@ -166,19 +165,39 @@ class ToySender(StagingSender):
 
 
 class LoadingLink:
-    """What both toy links share: load buckets through port `tensors`, activate, and prove it by digests in place."""
+    """What both toy links share: fetch buckets, load them through port `tensors`, prove it by digests in place.
+
+    In phase `staged` buckets are fetched while the engine samples on, and `carry` only swaps.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.port = cast("TensorsPort", engine.port("tensors"))
+        self.plan: dict[str, Any] = {}
+        self._fetched: tuple[str, list[Bucket]] | None = None
+
+    async def fetch(self, manifest: Manifest) -> list[Bucket]:
+        """The buckets of a version, from wherever the sender is."""
+        raise NotImplementedError
 
     async def describe(self) -> bytes:
         return json.dumps({"engine": self.engine.name, "pid": os.getpid()}).encode()
 
-    async def stage(self, manifest: Manifest) -> None:
-        """Nothing to prepare: buckets come with `carry`."""
+    async def connect(self, plan: bytes) -> None:
+        self.plan = json.loads(plan)
 
-    async def activate(self, manifest: Manifest, buckets: Sequence[Bucket], started: float) -> Receipt:
+    async def stage(self, manifest: Manifest) -> None:
+        if self.plan["phase"] == "staged":
+            self._fetched = (manifest.root, await self.fetch(manifest))
+
+    async def carry(self, manifest: Manifest) -> Receipt:
+        started = time.perf_counter()
+        if self.plan["phase"] == "live":
+            buckets = await self.fetch(manifest)
+        elif self._fetched is not None and self._fetched[0] == manifest.root:
+            buckets, self._fetched = self._fetched[1], None
+        else:
+            raise WeightError(f"{manifest.version} was not staged on this link", fix="stage a version before its carry")
         version = manifest.version
         await self.port.begin(version)
         nbytes = 0
@@ -204,31 +223,27 @@ class LoadingLink:
 class ToyLink(LoadingLink):
     """Place `engine`, in the trainer's process."""
 
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
-        self._plan: dict[str, Any] = {}
-
     async def connect(self, plan: bytes) -> None:
-        self._plan = json.loads(plan)
-        if self._plan["source"]["pid"] != os.getpid():
+        await super().connect(plan)
+        if self.plan["source"]["pid"] != os.getpid():
             raise CapabilityError(
                 "transport 'toy' works in one process; the trainer runs in another",
                 fix="set sync.use: toy-socket, or a launcher that runs the trainer in this process",
             )
 
-    async def carry(self, manifest: Manifest) -> Receipt:
-        started = time.perf_counter()
-        channel = _channels.get(self._plan["source"]["channel"])
+    async def fetch(self, manifest: Manifest) -> list[Bucket]:
+        version = manifest.version
+        channel = _channels.get(self.plan["source"]["channel"])
         if channel is None:
-            raise WeightError(f"the sender of {manifest.version} is closed", fix="plan again after a sender changed")
-        deadline = started + WAIT_S
-        found = channel.take(manifest.version)
+            raise WeightError(f"the sender of {version} is closed", fix="plan again after a sender changed")
+        deadline = time.perf_counter() + WAIT_S
+        found = channel.take(version)
         while not isinstance(found, list):
             try:
                 await asyncio.wait_for(found.wait(), deadline - time.perf_counter())
             except TimeoutError:
-                raise DeadlineError(f"{manifest.version} was not carried", fix="look at the trainer") from None
-            found = channel.take(manifest.version)
-        receipt = await self.activate(manifest, found, started)
-        channel.taken(manifest.version, self._plan["name"])
-        return receipt
+                raise DeadlineError(f"{version} was not carried", fix="look at the trainer") from None
+            found = channel.take(version)
+        buckets = [[(spec, array.copy()) for spec, array in bucket] for bucket in found]
+        channel.taken(version, self.plan["name"])
+        return buckets

@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from miles_core.contracts.weights import TensorSpec
 from miles_core.errors import DeadlineError, WeightError
@@ -18,8 +18,7 @@ from miles_core.testing.toys import wire
 from miles_core.testing.toys.sync import WAIT_S, Bucket, LoadingLink, StagingSender
 
 if TYPE_CHECKING:
-    from miles_core.contracts.engine import Engine
-    from miles_core.contracts.weights import Export, Manifest, Receipt
+    from miles_core.contracts.weights import Export, Manifest
     from miles_core.records import Version
 
 POLL_S = 0.02
@@ -82,28 +81,19 @@ class SocketSender(StagingSender):
 class SocketLink(LoadingLink):
     """Place `engine`."""
 
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
-        self._plan: dict[str, Any] = {}
-
-    async def connect(self, plan: bytes) -> None:
-        self._plan = json.loads(plan)
-
-    async def carry(self, manifest: Manifest) -> Receipt:
-        started = time.perf_counter()
-        source = self._plan["source"]
+    async def fetch(self, manifest: Manifest) -> list[Bucket]:
+        source = self.plan["source"]
         specs = {spec.name: spec for spec in manifest.tensors}
-        hello = {"secret": source["secret"], "version": str(manifest.version), "link": self._plan["name"]}
+        hello = {"secret": source["secret"], "version": str(manifest.version), "link": self.plan["name"]}
         try:
             async with asyncio.timeout(WAIT_S):
                 reader, writer = await asyncio.open_connection("127.0.0.1", source["port"])
                 try:
                     writer.write(wire.encode(hello))
-                    buckets = await self._fetch(reader, specs)
-                    receipt = await self.activate(manifest, buckets, started)
+                    buckets = await self._receive(reader, specs)
                     writer.write(wire.encode({"ok": True}))
                     await writer.drain()
-                    return receipt
+                    return buckets
                 finally:
                     writer.close()
         except (OSError, EOFError) as error:
@@ -111,7 +101,7 @@ class SocketLink(LoadingLink):
                 f"engine {self.engine.name!r} could not fetch {manifest.version}: {error!r}", fix="look at the trainer"
             ) from error
 
-    async def _fetch(self, reader: asyncio.StreamReader, specs: dict[str, TensorSpec]) -> list[Bucket]:
+    async def _receive(self, reader: asyncio.StreamReader, specs: dict[str, TensorSpec]) -> list[Bucket]:
         buckets: list[Bucket] = []
         while True:
             header, arrays = await wire.receive(reader)

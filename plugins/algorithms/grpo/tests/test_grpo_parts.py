@@ -1,0 +1,280 @@
+"""The parts as a run uses them: built by their providers, summed by core's objective, in float64."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from miles_algo_grpo import config as c
+from miles_algo_grpo import plugin
+
+from miles_core.aggregation import with_weights
+from miles_core.columns import CORE_COLUMNS, Batch, ColumnSpec
+from miles_core.config.schema import AlgorithmKeys
+from miles_core.contracts.learning import BoundTerm, Stage, Term, TermInfo
+from miles_core.numerics import objective
+from miles_core.numerics.views import MicroView
+
+
+def provider(hook, name):
+    return next(p for p in hook() if p.name == name)
+
+
+def term(name, config=None):
+    found = provider(plugin.miles_term, name)
+    return found.build(config or found.config(), None)
+
+
+def stage(name, config=None):
+    found = provider(plugin.miles_stage, name)
+    return found.build(config or found.config(), None)
+
+
+def batch_of(lengths, groups, trainable=None, **columns):
+    """One trajectory an episode; `groups`: the group of each episode."""
+    specs = dict(CORE_COLUMNS)
+    for name in ("proximal_logprobs", "advantages", "reference.logprobs"):
+        specs[name] = ColumnSpec(name=name, level="unit", dtype="float64")
+    trainable = np.ones(sum(lengths), bool) if trainable is None else np.array(trainable)
+    return Batch(
+        policy="main",
+        step=0,
+        trajectory_ids=tuple(f"t{i}" for i in range(len(lengths))),
+        episode_ids=tuple(f"e{i}" for i in range(len(lengths))),
+        group_ids=tuple(f"g{i}" for i in range(max(groups) + 1)),
+        lengths=np.array(lengths, np.int64),
+        episode_of=np.arange(len(lengths)),
+        group_of=np.array(groups, np.int64),
+        columns={"trainable": trainable, **columns},
+        specs=specs,
+        items={},
+    )
+
+
+def evaluate(built, batch, coef=1.0, aggregation="token_mean", **outputs):
+    """(loss, gradients by output, metrics) through the objective."""
+    info = TermInfo(
+        name="t",
+        coef=coef,
+        role="actor",
+        dynamic=False,
+        level=built.level,
+        mask=built.mask,
+        weighted=built.weighted,
+        aggregation=built.aggregation,
+        outputs=built.outputs,
+        needs=built.needs,
+    )
+    ready = with_weights(batch, [info], AlgorithmKeys(aggregation=aggregation))
+    made = {k: torch.tensor(v, dtype=torch.float64, requires_grad=True) for k, v in outputs.items()}
+    view = MicroView(ready, lambda output: made[output.name])
+    loss, sums = objective.evaluate(view.at, [BoundTerm(name="t", term=built, coef=coef)], str)
+    loss.backward()
+    return (
+        loss.item(),
+        {k: None if v.grad is None else v.grad.tolist() for k, v in made.items()},
+        objective.finish(sums),
+    )
+
+
+def one(**columns):
+    return batch_of([1], [0], **{k: np.array([v]) for k, v in columns.items()})
+
+
+# --- stages ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "reward", "groups", "want"),
+    [
+        ("group", c.GroupConfig(eps=0.0), [1, 0, 0, 0], [0] * 4, [1.5, -0.5, -0.5, -0.5]),
+        (
+            "group",
+            c.GroupConfig(scale=c.Scale.none),
+            [1, 0, 1, 1, 0],
+            [0, 0, 1, 1, 1],
+            [0.5, -0.5, 1 / 3, 1 / 3, -2 / 3],
+        ),
+        ("group", c.GroupConfig(), [1, 0], [0, 0], [0.5 / (math.sqrt(0.5) + 1e-6), -0.5 / (math.sqrt(0.5) + 1e-6)]),
+        ("group", c.GroupConfig(ddof=0, eps=0.0), [1, 0], [0, 0], [1, -1]),
+        ("group", c.GroupConfig(), [5], [0], [0]),
+        ("group", c.GroupConfig(), [3, 3, 3], [0, 0, 0], [0, 0, 0]),
+        ("leave_one_out", None, [1, 0, 0, 0], [0] * 4, [1, -1 / 3, -1 / 3, -1 / 3]),
+        ("leave_one_out", None, [5], [0], [0]),
+    ],
+)
+def test_advantages(name, config, reward, groups, want):
+    batch = batch_of([2] * len(reward), groups, [False, True] * len(reward), reward=np.array(reward, float))
+    built = stage(name, config)
+    assert isinstance(built, Stage) and [s.name for s in built.gives] == ["advantages"] and built.needs == {"reward"}
+    result = built(batch, np.random.default_rng(0))
+    np.testing.assert_array_equal(result.columns["advantages"][1::2], np.float32(want))
+    assert not result.columns["advantages"][0::2].any()
+    assert result.metrics["zero"] == (float(sum(w == 0 for w in want)), float(len(want)))
+
+
+# --- terms ----------------------------------------------------------------------------------------------------------
+
+
+def test_clip_and_dual():
+    batch = one(advantages=-1.0, proximal_logprobs=-1.0)
+    lp = [-1.0 + math.log(4)]
+    assert evaluate(term("clip"), batch, logprobs=lp)[0] == pytest.approx(4)
+    loss, gradient, metrics = evaluate(term("clip", c.ClipConfig(dual=3.0)), batch, logprobs=lp)
+    assert loss == pytest.approx(3) and gradient["logprobs"] == [0.0] and metrics["t/clip_dual"] == (1.0, 1.0)
+
+
+def test_clip_ranges_and_fractions():
+    rho = [0.7, 0.7, 1.25, 1.25]
+    advantages = np.array([-1.0, 1.0, 1.0, -1.0])
+    batch = batch_of([4], [0], advantages=advantages, proximal_logprobs=np.zeros(4))
+    log = [math.log(r) for r in rho]
+    _, gradient, metrics = evaluate(term("clip"), batch, logprobs=log)
+    np.testing.assert_allclose(gradient["logprobs"], [0, -0.7 / 4, 0, 1.25 / 4])
+    assert metrics["t/clip_low"] == (1.0, 4.0) and metrics["t/clip_high"] == (1.0, 4.0)
+    assert metrics["t/ratio"] == (pytest.approx(sum(rho)), 4.0)
+    assert metrics["t/approx_kl"] == (pytest.approx(-sum(log)), 4.0)
+    higher = evaluate(term("clip", c.ClipConfig(hi=0.28)), batch, logprobs=log)[2]
+    assert higher["t/clip_high"] == (0.0, 4.0)
+    assert evaluate(term("clip", c.ClipConfig(lo=0.4)), batch, logprobs=log)[2]["t/clip_high"] == (0.0, 4.0)  # hi = lo
+
+
+@pytest.mark.parametrize("name", ["clip", "reinforce"])
+@pytest.mark.parametrize("scored", [True, False])
+def test_at_ratio_one_the_gradient_is_minus_a(name, scored):
+    columns = {"advantages": 2.5} | ({"proximal_logprobs": -1.25} if scored else {})
+    loss, gradient, metrics = evaluate(term(name), one(**columns), logprobs=[-1.25])
+    assert gradient["logprobs"] == [-2.5] and loss == (-2.5 if name == "clip" else 2.5 * 1.25)
+    assert ("t/ratio" in metrics) is (scored and name == "clip")
+
+
+def test_sequence_level_is_the_mean_log_ratio_of_the_trajectory():
+    trainable = [False, True, True, True, True]
+    rejected = np.array([False, False, True, False, False])  # m before rejection enters the ratio
+    columns = {
+        "advantages": np.ones(5),
+        "proximal_logprobs": np.array([np.nan, -1, -1, -1, -1.0]),
+        "rejected": rejected,
+    }
+    batch = batch_of([4, 1], [0, 0], trainable, **columns)
+    log = [float("nan"), -1 + 0.01, -1 + 0.05, -1.0, -1 + 0.1]
+    config = c.ClipConfig(level=c.Level.sequence, lo=0.5)
+    loss, gradient, metrics = evaluate(term("clip", config), batch, logprobs=log)
+    rho, other = math.exp(0.06 / 3), math.exp(0.1)
+    assert loss == pytest.approx(-(2 * rho + other) / 4, abs=1e-7)
+    want = [0, *[-2 * rho / 3 / 4] * 3, -other / 4]  # the rejected unit still moves the mean
+    np.testing.assert_allclose(gradient["logprobs"], want, rtol=1e-6)
+    assert metrics["t/approx_kl"] == (pytest.approx(-(0.01 + 0 + 0.1)), 3.0)
+
+
+@pytest.mark.parametrize(("estimator", "value"), [("k2", 0.125), ("k3", 0.10653066), ("low_var", 0.10653066)])
+def test_kl(estimator, value):
+    built = term("kl", c.KlConfig(estimator=c.Estimator(estimator)))
+    batch = one(**{"reference.logprobs": -1.5})
+    loss, gradient, metrics = evaluate(built, batch, coef=2.0, logprobs=[-1.0])
+    assert loss == pytest.approx(2 * value, abs=1e-8) and metrics["t"] == (pytest.approx(value, abs=1e-8), 1.0)
+    assert metrics["t/k1"] == (0.5, 1.0)
+    if estimator == "k3":
+        assert gradient["logprobs"][0] == pytest.approx(2 * 0.39346934, abs=1e-8)
+
+
+@pytest.mark.parametrize(("estimator", "gradient"), [("k1", 1.5), ("k3", 0.5)])
+@pytest.mark.parametrize("scored", [True, False])
+def test_unbiased_kl(estimator, gradient, scored):
+    columns = {"reference.logprobs": -1.5} | ({"proximal_logprobs": -1.0} if scored else {})
+    built = term("kl", c.KlConfig(estimator=c.Estimator(estimator), unbiased=True))
+    assert evaluate(built, one(**columns), logprobs=[-1.0])[1]["logprobs"] == [pytest.approx(gradient)]
+
+
+def test_entropy_lowers_the_loss():
+    loss, gradient, metrics = evaluate(term("entropy"), batch_of([2], [0]), coef=0.5, entropy=[1.0, 3.0])
+    assert loss == -1.0 and gradient["entropy"] == [-0.25, -0.25] and metrics["t/nats"] == (4.0, 2.0)
+
+
+NAMES = ["clip", "reinforce", "kl", "entropy"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_masked_garbage_changes_no_bit(name):
+    rng = np.random.default_rng(0)
+    trainable = np.array([False, True, True, False, True, True])
+    columns = {k: rng.normal(size=6) for k in ("advantages", "proximal_logprobs", "reference.logprobs")}
+    outputs = {"logprobs": rng.normal(size=6), "entropy": rng.random(6)}
+    clean = evaluate(term(name), batch_of([3, 3], [0, 0], trainable, **columns), **outputs)
+    for bad in (np.nan, np.inf, -1e30):
+        dirty = {k: np.where(trainable, v, bad) for k, v in columns.items()}
+        made = {k: np.where(trainable, v, bad) for k, v in outputs.items()}
+        assert evaluate(term(name), batch_of([3, 3], [0, 0], trainable, **dirty), **made) == clean
+        # and by itself, under a view that masks nothing
+        view = MicroView(batch_of([3, 3], [0, 0], trainable, **dirty), lambda o, m=made: torch.from_numpy(m[o.name]))
+        assert torch.isfinite(term(name)(view).value).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_masking_equals_filtering(name):
+    rng = np.random.default_rng(1)
+    trainable = np.array([False, True, True, False, True, True])
+    columns = {k: rng.normal(size=6) for k in ("advantages", "proximal_logprobs", "reference.logprobs")}
+    outputs = {"logprobs": rng.normal(size=6), "entropy": rng.random(6)}
+    masked = evaluate(term(name), batch_of([3, 3], [0, 0], trainable, **columns), **outputs)
+    short = batch_of([2, 2], [0, 0], **{k: v[trainable] for k, v in columns.items()})
+    filtered = evaluate(term(name), short, **{k: v[trainable] for k, v in outputs.items()})
+    assert masked[0] == pytest.approx(filtered[0], rel=1e-12) and masked[2].keys() == filtered[2].keys()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_terms_keep_the_contract(name):
+    built = term(name)
+    assert isinstance(built, Term) and built.level == "unit" and built.mask == "kept" and built.aggregation is None
+    assert built.weighted is (name in ("clip", "reinforce"))  # corrections touch the policy term only
+    assert "proximal_logprobs" not in built.needs  # no score pass for its own sake
+
+
+@pytest.mark.parametrize(
+    ("config", "values", "message"),
+    [
+        (c.KlConfig, {"estimator": c.Estimator.k1}, "gradient is 0 in expectation"),
+        (c.KlConfig, {"estimator": c.Estimator.k2, "unbiased": True}, "corrects k1 and k3 only"),
+        (c.KlConfig, {"estimator": c.Estimator.low_var, "unbiased": True}, "corrects k1 and k3 only"),
+        (c.ClipConfig, {"dual": 1.0}, "must be above 1"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(config, values, message):
+    with pytest.raises(ValueError, match=message):
+        config(**values)
+
+
+# --- presets --------------------------------------------------------------------------------------------------------
+
+
+PRESETS = {
+    "grpo": ("group", "clip", "episode_mean"),
+    "dr_grpo": ("group", "clip", "constant"),
+    "rloo": ("leave_one_out", "reinforce", "episode_sum"),
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_resolve_to_the_documented_parts(name):
+    found = provider(plugin.miles_algorithm, name)
+    tree = found.build(found.config(), None)
+    advantage, loss, aggregation = PRESETS[name]
+    assert (tree["advantage"]["use"], tree["loss"]["use"], tree["aggregation"]) == (advantage, loss, aggregation)
+    assert tree["kl"] == {"use": "kl", "estimator": "k3", "coef": 0.0} and tree["entropy"]["coef"] == 0.0
+    if name != "rloo":
+        assert (tree["loss"]["lo"], tree["loss"]["hi"]) == (0.2, 0.2)
+    want = {"grpo": {"scale": "std", "ddof": 1, "eps": 1e-6}, "dr_grpo": {"scale": "none"}, "rloo": {}}[name]
+    assert {k: v for k, v in tree["advantage"].items() if k != "use"} == want
+    assert found.build(found.config(), None) is not tree  # a fresh tree each time
+    assert "arXiv" in (found.config.__doc__ or "") and "eviations" in (found.config.__doc__ or "")
+    AlgorithmKeys(**{k: v for k, v in tree.items() if isinstance(v, str)})
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_key_of_a_preset_exists_in_the_part_it_names(name):
+    tree = provider(plugin.miles_algorithm, name).build(None, None)
+    for field, hook in (("advantage", plugin.miles_stage), ("loss", plugin.miles_term), ("kl", plugin.miles_term)):
+        options = {k: v for k, v in tree[field].items() if k not in ("use", "coef")}
+        found = provider(hook, tree[field]["use"])
+        assert found.field == field
+        found.config(**options)

@@ -1,156 +1,17 @@
-"""Tiny random models of every verified architecture, a character renderer, and a started engine."""
+"""Fixtures; the shared helpers are in `local_engine_kit.py`, which this file makes importable."""
 
 from __future__ import annotations
 
-import asyncio
-from types import SimpleNamespace
+import sys
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from miles_core.contracts.engine import Request
-from miles_core.contracts.model import ModelSource
-from miles_core.contracts.weights import TensorSpec
-from miles_core.provider import BuildContext, Place
-from miles_core.records import Sampling, Version
-from miles_rollout_local.config import LocalConfig
-from miles_rollout_local.plugin import miles_rollout
-from miles_rollout_local.weights import DTYPES
+sys.path.insert(0, str(Path(__file__).parent))
 
-VOCABULARY = 45
-EOS = 1
-COMMON: dict[str, Any] = dict(
-    vocab_size=VOCABULARY,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=96,
-    initializer_range=0.15,  # large enough that rows, positions and neighbours matter
-    pad_token_id=0,
-    eos_token_id=EOS,
-    bos_token_id=None,
-)
-ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "llama": dict(model_type="llama", **COMMON),
-    "llama-biased": dict(model_type="llama", attention_bias=True, mlp_bias=True, **COMMON),
-    "llama3-rope": dict(
-        model_type="llama",
-        rope_parameters=dict(
-            rope_type="llama3",
-            rope_theta=10000.0,
-            factor=4.0,
-            low_freq_factor=1.0,
-            high_freq_factor=4.0,
-            original_max_position_embeddings=32,
-        ),
-        **COMMON,
-    ),
-    "smollm2": dict(model_type="llama", tie_word_embeddings=True, **{**COMMON, "num_key_value_heads": 1}),
-    "mistral": dict(model_type="mistral", sliding_window=None, head_dim=24, **COMMON),
-    "qwen2": dict(model_type="qwen2", tie_word_embeddings=True, **COMMON),
-    "qwen3": dict(model_type="qwen3", head_dim=32, tie_word_embeddings=True, **COMMON),
-    "qwen3-moe": dict(
-        model_type="qwen3_moe",
-        head_dim=16,
-        num_experts=6,
-        num_experts_per_tok=2,
-        moe_intermediate_size=48,
-        decoder_sparse_step=2,  # the first layer is dense
-        norm_topk_prob=True,
-        **COMMON,
-    ),
-}
-SPELLED = {dtype: name for name, dtype in DTYPES.items()}
-
-
-class Chars:
-    """A tokenizer whose id i >= 2 is one character."""
-
-    def decode(self, ids: Any, *, skip_special: bool = True) -> str:
-        return "".join(chr(95 + i) for i in ids if i >= 2)
-
-
-RENDERER: Any = SimpleNamespace(tokenizer=Chars(), stop_ids=(EOS,))
-
-
-def model_of(architecture: dict[str, Any], seed: int = 0) -> Any:
-    """A module with random weights, biases and norms included."""
-    keys = dict(architecture)
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(keys.pop("model_type"), **keys)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.2)
-            elif parameter.abs().max() == 0:  # routers start at zero
-                parameter.normal_(std=0.3)
-    return model
-
-
-def stream(model: Any) -> list[tuple[TensorSpec, torch.Tensor]]:
-    """Specs and tensors under the module's names, tied tensors once."""
-    return [
-        (TensorSpec(name=name, shape=tuple(p.shape), dtype=SPELLED[p.dtype]), p.detach())
-        for name, p in model.named_parameters()
-    ]
-
-
-def build(architecture: dict[str, Any], *, core: Any = None, **options: Any) -> Any:
-    source = ModelSource(asked="test", architecture=architecture)
-    context = BuildContext(
-        place=Place.CONTROLLER, name="local", run=None, model=source, renderer=RENDERER, core=core  # type: ignore[arg-type]
-    )
-    return miles_rollout().build(LocalConfig(**options), context)
-
-
-def version(number: int, policy: str = "main") -> Version:
-    return Version(policy=policy, lineage=0, number=number)
-
-
-async def publish(engine: Any, model: Any, number: int) -> None:
-    port = engine.port("tensors")
-    await port.begin(version(number))
-    await port.load(stream(model))
-    await port.end(version(number))
-
-
-async def started(model: Any, architecture: dict[str, Any], **options: Any) -> Any:
-    engine = build(architecture, **options)
-    await engine.start()
-    await publish(engine, model, 0)
-    return engine
-
-
-def request(name: str, prompt: Any, *, seed: int = 0, want: Any = (), resume: Any = None, **sampling: Any) -> Request:
-    sampling.setdefault("max_new_tokens", 12)
-    return Request(
-        id=name,
-        policy="main",
-        prompt={"tokens": np.asarray(prompt, np.int32)},
-        sampling=Sampling(**sampling),
-        seed=seed,
-        want=frozenset(want),
-        resume=resume,
-        deadline_s=60.0,
-    )
-
-
-def plain_logprobs(model: Any, prompt: Any, answer: Any, temperature: float = 1.0) -> np.ndarray:
-    """Log-probabilities of `answer` after `prompt`, from one plain forward."""
-    ids = torch.tensor([[*map(int, prompt), *map(int, answer)]])
-    with torch.no_grad():
-        logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
-    return torch.log_softmax(logits / temperature, -1).gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
-
-
-def ragged(count: int, seed: int = 0) -> list[np.ndarray]:
-    generator = np.random.default_rng(seed)
-    return [generator.integers(2, VOCABULARY, generator.integers(1, 20)) for _ in range(count)]
+from local_engine_kit import ARCHITECTURES
 
 
 @pytest.fixture(params=sorted(ARCHITECTURES))
@@ -161,8 +22,3 @@ def architecture(request: Any) -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
-
-
-def run(coroutine: Any) -> Any:
-    """Run with a deadline: a wait that never ends fails instead of hanging."""
-    return asyncio.run(asyncio.wait_for(coroutine, 120))

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import ARCHITECTURES, EOS, model_of, plain_logprobs, publish, ragged, request, run, started
+from local_engine_kit import ARCHITECTURES, EOS, model_of, plain_logprobs, publish, ragged, request, run, started
 
 from miles_core.records import Finish
 

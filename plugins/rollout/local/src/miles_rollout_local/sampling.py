@@ -89,7 +89,7 @@ def sample(logits: torch.Tensor, u: Array, knobs: Knobs) -> tuple[Array, Array, 
 def _cut(logp: torch.Tensor, u: Array, top_k: Array, top_p: Array) -> tuple[Array, Array, Array, Array]:
     """Sample rows under a cut. Ties at the border are kept by lower id: the sort is stable."""
     vocabulary = logp.shape[-1]
-    ranked, order = logp.sort(-1, descending=True, stable=True)
+    ranked, order = logp.sort(dim=-1, descending=True, stable=True)
     p = ranked.double().exp()
     k = torch.from_numpy(np.where(top_k > 0, top_k, vocabulary))[:, None]
     first = torch.arange(vocabulary)[None] < k

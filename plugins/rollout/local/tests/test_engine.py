@@ -1,0 +1,342 @@
+"""The engine's contract: pauses, aborts, deadlines, cancellation, stops, kept ids, refusals."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from local_engine_kit import (
+    ARCHITECTURES,
+    EOS,
+    VOCABULARY,
+    build,
+    model_of,
+    publish,
+    ragged,
+    request,
+    run,
+    started,
+    version,
+)
+
+from miles_core.contracts.engine import Engine
+from miles_core.contracts.engine import Request as EngineRequest
+from miles_core.errors import CapabilityError, ConfigError, DeadlineError, EngineError, ModelSourceError
+from miles_core.records import Finish, Sampling
+from miles_rollout_local.config import LocalConfig
+from miles_rollout_local.plugin import miles_rollout
+
+QWEN = ARCHITECTURES["qwen3"]
+LONG = dict(max_new_tokens=60)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return model_of(QWEN)
+
+
+def endless(engine: Any) -> None:
+    """Let nothing stop but lengths."""
+    engine.slots.is_stop[:] = False
+
+
+def after(engine: Any, steps: int, action: Any) -> None:
+    """Call `action` in the worker after so many steps."""
+    original, seen = engine.slots.step, 0
+
+    def step() -> None:
+        nonlocal seen
+        original()
+        seen += 1
+        if seen == steps:
+            action()
+
+    engine.slots.step = step
+
+
+async def stand_still(engine: Any, requests: Any, steps: int = 4) -> list[asyncio.Future[Any]]:
+    """Start requests, and let the engine stop by itself after so many steps, as an in-place pause would."""
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def hold() -> None:
+        engine._paused = True
+        loop.call_soon_threadsafe(stopped.set)
+
+    after(engine, steps, hold)
+    jobs = [asyncio.ensure_future(engine.generate(r)) for r in requests]
+    await stopped.wait()
+    await engine.pause("in_place")
+    return jobs
+
+
+def test_keeps_the_protocol_and_declares_what_it_offers() -> None:
+    engine = build(QWEN)
+    assert isinstance(engine, Engine)
+    provider = miles_rollout()
+    plain = provider.offered(LocalConfig())
+    assert {"weights.tensors", "logprobs", "keep_ids", "pause.in_place", "pause.finish"} <= plain
+    assert provider.offered(LocalConfig(batch_invariant=True)) - plain == {"batch_invariant"}
+
+
+def test_pause_finish_lets_old_requests_end_and_new_ones_wait(model: Any) -> None:
+    async def go() -> None:
+        engine = await started(model, QWEN, slots=2)
+        endless(engine)
+        old = await stand_still(engine, [request(f"o{i}", [3, i + 2], **LONG) for i in range(5)])
+        pausing = asyncio.ensure_future(engine.pause("finish"))
+        await asyncio.sleep(0)
+        new = asyncio.ensure_future(engine.generate(request("new", [4], max_new_tokens=3)))
+        await pausing
+        assert all(job.done() and len(job.result().columns["tokens"]) == 60 for job in old)
+        assert not new.done() and (await engine.health()).waiting == 1
+        await publish(engine, model, 1)
+        await engine.resume()
+        assert (await new).spans[0].version == version(1)
+        await engine.pause("finish")  # nothing in flight: returns at once
+        await engine.close()
+
+    run(go())
+
+
+def test_pause_abort_returns_what_there_is_and_abort_works_while_paused(model: Any) -> None:
+    async def go() -> None:
+        engine = await started(model, QWEN, slots=2)
+        endless(engine)
+        jobs = await stand_still(engine, [request(f"r{i}", [3, i + 2], **LONG) for i in range(3)])
+        await engine.abort(["r0", "nobody"])
+        assert jobs[0].done() and not jobs[1].done()
+        assert jobs[0].result().finish is Finish.ABORT and len(jobs[0].result().columns["tokens"]) == 5
+        await engine.pause("abort")
+        assert [len(job.result().columns["tokens"]) for job in jobs] == [5, 5, 0]
+        assert jobs[2].result().spans == ()
+        late = asyncio.ensure_future(engine.generate(request("late", [5], max_new_tokens=2)))
+        await asyncio.sleep(0.05)
+        assert not late.done()
+        await engine.abort()
+        assert late.result().finish is Finish.ABORT
+        await engine.resume()
+        assert len((await engine.generate(request("again", [5], max_new_tokens=2))).columns["tokens"]) == 2
+        await engine.close()
+
+    run(go())
+
+
+def test_nothing_is_sampled_between_begin_and_end(model: Any) -> None:
+    async def go() -> None:
+        engine = await started(model, QWEN)
+        await engine.port("tensors").begin(version(1))
+        job = asyncio.ensure_future(engine.generate(request("r", [5], max_new_tokens=2)))
+        await asyncio.sleep(0.05)
+        assert not job.done() and (await engine.health()).waiting == 1
+        await engine.port("tensors").end(version(1))
+        assert (await job).spans[0].version == version(1)
+        await engine.close()
+
+    run(go())
+
+
+def test_deadlines_and_cancellation_free_their_slots(model: Any) -> None:
+    async def go() -> None:
+        engine = await started(model, QWEN, slots=1)
+        await engine.pause("in_place")
+        hasty = request("hasty", [5])
+        hasty = EngineRequest(
+            id="hasty", policy="main", prompt=hasty.prompt, sampling=hasty.sampling, seed=0, deadline_s=0.02
+        )
+        with pytest.raises(DeadlineError, match=r"'hasty' took over 0.02 s on engine 'local' \(it is paused"):
+            await engine.generate(hasty)
+        job = asyncio.ensure_future(engine.generate(request("gone", [5])))
+        await asyncio.sleep(0.01)
+        job.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await job
+        await engine.pause("in_place")  # behind the command that takes the request out
+        health = await engine.health()
+        assert (health.running, health.waiting) == (0, 0)
+        await engine.close()
+
+    run(go())
+
+
+def test_stop_strings_across_token_borders_and_across_calls(model: Any) -> None:
+    async def go() -> None:
+        engine = await started(model, QWEN)
+        endless(engine)
+        free = (await engine.generate(request("r", [5, 6], seed=3, max_new_tokens=30))).columns["tokens"]
+        text = engine.slots.decode_text(free.tolist())
+        stop = text[7:10]
+        first = text.index(stop) + 3
+        cut = await engine.generate(request("r", [5, 6], seed=3, max_new_tokens=30, stop=("never", stop)))
+        ids = [i for i, t in enumerate(free) if t >= 2][first - 1]
+        assert cut.finish is Finish.STOP
+        np.testing.assert_array_equal(cut.columns["tokens"], free[: ids + 1])
+        again = await engine.generate(
+            request("r", [5, 6], seed=3, max_new_tokens=30, stop=(stop,), resume=free[: ids - 1])
+        )
+        np.testing.assert_array_equal(again.columns["tokens"], free[ids - 1 : ids + 1])
+        assert again.finish is Finish.STOP
+        await engine.close()
+
+    run(go())
+
+
+def test_kept_ids_belong_to_their_tokens(model: Any) -> None:
+    async def go() -> None:
+        engine = await started(model, QWEN, slots=3)
+        prompts = ragged(7)
+        asked = [
+            request(f"r{i}", p, seed=i, want=["keep_ids"], top_k=(0, 4, 45)[i % 3], top_p=(1.0, 0.8)[i % 2])
+            for i, p in enumerate(prompts)
+        ]
+        for ask, done in zip(asked, await asyncio.gather(*(engine.generate(r) for r in asked)), strict=True):
+            tokens, counts, flat = (done.columns[c] for c in ("tokens", "keep_counts", "keep_ids"))
+            assert counts.dtype == flat.dtype == np.int32 and counts.sum() == len(flat)
+            if ask.sampling.top_k == 0 and ask.sampling.top_p == 1:
+                assert not counts.any()
+            ids = [*ask.prompt["tokens"].tolist(), *tokens.tolist()]
+            with torch.no_grad():
+                logits = model(torch.tensor([ids])).logits[0].double()
+            at = len(ask.prompt["tokens"]) - 1
+            for i, (token, count) in enumerate(zip(tokens, counts, strict=True)):
+                kept = flat[counts[:i].sum() :][:count] if count else np.arange(VOCABULARY)
+                assert token in kept and (np.diff(kept) > 0).all()
+                inside = torch.log_softmax(logits[at + i][torch.from_numpy(kept).long()], -1)
+                np.testing.assert_allclose(
+                    done.columns["logprobs"][i], inside[kept.tolist().index(token)], rtol=0, atol=1e-5
+                )
+        await engine.close()
+
+    run(go())
+
+
+def test_lengths_at_the_end_of_the_context(model: Any) -> None:
+    async def go() -> None:
+        engine = await started(model, QWEN, max_length=16)
+        endless(engine)
+        done = await engine.generate(request("r", [4] * 10, max_new_tokens=50))
+        assert done.finish is Finish.LENGTH and len(done.columns["tokens"]) == 6
+        with pytest.raises(EngineError, match="has 16 tokens; from 1 to 15 fit"):
+            await engine.generate(request("r", [4] * 16))
+        with pytest.raises(EngineError, match="has 0 tokens"):
+            await engine.generate(request("r", []))
+        full = await engine.generate(request("r", [4] * 3, max_new_tokens=2, resume=np.array([7, 8], np.int32)))
+        assert full.finish is Finish.LENGTH and len(full.columns["tokens"]) == 0 and full.spans == ()
+        await engine.close()
+
+    run(go())
+
+
+def test_refused_requests(model: Any) -> None:
+    async def go() -> None:
+        engine = await started(model, QWEN)
+        with pytest.raises(CapabilityError, match="wants \\['routed_experts'\\]"):
+            await engine.generate(request("r", [4], want=["routed_experts"]))
+        other = EngineRequest(
+            id="r", policy="other", prompt={"tokens": np.array([4])}, sampling=Sampling(max_new_tokens=1), seed=0
+        )
+        with pytest.raises(EngineError, match="is for policy 'other'; engine 'local' serves 'main'"):
+            await engine.generate(other)
+        with pytest.raises(EngineError, match="outside the vocabulary of 45"):
+            await engine.generate(request("r", [45]))
+        with pytest.raises(CapabilityError, match="no pause mode 'sometimes'"):
+            await engine.pause("sometimes")
+        await engine.close()
+        await engine.close()
+        with pytest.raises(EngineError, match="is closed"):
+            await engine.generate(request("r", [4]))
+
+    run(go())
+
+
+def test_closing_fails_what_is_in_flight(model: Any) -> None:
+    async def go() -> None:
+        engine = await started(model, QWEN)
+        endless(engine)
+        jobs = await stand_still(engine, [request("r", [4], **LONG)])
+        await engine.close()
+        with pytest.raises(EngineError, match="was closed"):
+            await jobs[0]
+        assert not (await engine.health()).ok
+
+    run(go())
+
+
+def test_a_model_that_fails_fails_every_request_with_its_cause(model: Any) -> None:
+    async def go() -> None:
+        engine = await started(model, QWEN)
+
+        def broken(*_: Any) -> Any:
+            raise RuntimeError("no memory")
+
+        engine.slots.forward.decode = broken
+        done = await asyncio.gather(
+            *(engine.generate(request(f"r{i}", [4, i + 2], **LONG)) for i in range(3)), return_exceptions=True
+        )
+        assert all(isinstance(e, EngineError) and "no memory" in str(e) for e in done)
+        assert isinstance(done[0].__cause__, RuntimeError)
+        health = await engine.health()
+        assert not health.ok and "no memory" in health.detail
+        with pytest.raises(EngineError, match="failed earlier"):
+            await engine.pause("in_place")
+        await engine.close()
+
+    run(go())
+
+
+def test_nan_weights_are_an_error_of_their_requests_only_and_leave_no_trace(model: Any) -> None:
+    async def go() -> None:
+        engine = await started(model, QWEN, slots=4)
+        sick = model_of(QWEN)
+        with torch.no_grad():
+            sick.model.norm.weight[3] = float("nan")
+            sick.model.layers[0].self_attn.v_proj.weight[:] = float("nan")
+        await publish(engine, sick, 1)
+        with pytest.raises(EngineError, match=r"not finite for request 'r' at token 0, with weights main@0.1"):
+            await engine.generate(request("r", [4] * 12))
+        await publish(engine, model, 2)
+        assert np.isfinite((await engine.generate(request("r", [4, 5]))).columns["logprobs"]).all()
+        await engine.close()
+
+    run(go())
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options", "message"),
+    [
+        (dict(model_type="gpt2"), {}, "never verified with architecture 'gpt2'"),
+        (dict(model_type="nonsense"), {}, "no configuration that transformers can read"),
+        (ARCHITECTURES["mistral"] | {"sliding_window": 32}, {}, "sliding window of 32 tokens"),
+        (QWEN | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, {}, "sliding window of 8"),
+        (QWEN, {"max_length": 97}, "max_length is 97; the model was made for 96"),
+        (
+            QWEN | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            {},
+            "rotary embedding",
+        ),
+    ],
+)
+def test_refused_models(architecture: dict[str, Any], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelSourceError, match=message) as caught:
+        build(architecture, **options)
+    assert "Fix:" in str(caught.value)
+
+
+def test_refused_configurations() -> None:
+    with pytest.raises(ConfigError, match="runs on CPU"):
+        build(QWEN, core=SimpleNamespace(gpus=1.0))
+    with pytest.raises(ConfigError, match="a constant cache of 64 slots x 1048576 tokens"):
+        build(QWEN | {"max_position_embeddings": 2**20}, batch_invariant=True)
+
+
+def test_a_window_that_never_cuts_is_accepted() -> None:
+    build(ARCHITECTURES["mistral"] | {"sliding_window": 32}, max_length=32)
+
+
+def test_stop_ids_come_from_the_renderer() -> None:
+    engine = build(QWEN)
+    assert np.flatnonzero(engine.slots.is_stop).tolist() == [EOS]

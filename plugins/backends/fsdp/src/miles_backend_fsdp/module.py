@@ -1,0 +1,121 @@
+"""The module that `causal-lm` builds: a Hugging Face model, and a head that only computes what is asked for.
+
+`forward` returns log-probabilities, entropies or values at needed positions only, never the logits of a whole batch.
+All of it happens inside the forward of the root module, because that is where a sharding backend has the weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from miles_backend_fsdp.attention import Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The sets that sampling kept: `ids` int64 flat, `row` int64 the needed unit each belongs to, `has` bool [n]."""
+
+    ids: Tensor
+    row: Tensor
+    has: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the head computes at n needed units.
+
+    `predictors` int64 [n] into the flattened grid; `targets` int64 [n]; `temperature` float32 [n] or `None` for 1;
+    `kept` or `None` where no unit has a kept set; `ids` int64 [n, k] for `token_logprobs`.
+    """
+
+    names: tuple[str, ...]
+    predictors: Tensor
+    targets: Tensor
+    temperature: Tensor | None = None
+    kept: Kept | None = None
+    ids: Tensor | None = None
+
+
+class CausalModule(nn.Module):
+    """`lm` is the Hugging Face model; `value`, where the head is a value head, one linear output."""
+
+    def __init__(self, lm: Any, vocabulary: int, head: str, logits_limit: int) -> None:
+        super().__init__()
+        self.lm = lm
+        self.vocabulary = vocabulary  # without padding
+        self.logits_limit = logits_limit  # elements
+        self.value = nn.Linear(lm.config.hidden_size, 1, dtype=torch.float32) if head == "value" else None
+        if head == "value":
+            lm.lm_head = nn.Identity()
+
+    def forward(self, tokens: Tensor, positions: Tensor, rows: Rows | None, asked: Asked) -> dict[str, Tensor]:
+        """Name -> [n] (`token_logprobs`: [n, k]), float32."""
+        hidden = self.lm.model(input_ids=tokens, position_ids=positions, use_cache=False, miles_rows=rows)[0]
+        hidden = hidden.reshape(-1, hidden.shape[-1]).index_select(0, asked.predictors)
+        if self.value is not None:
+            return {"values": self.value(hidden).float().squeeze(-1)}
+        n = len(asked.predictors)
+        step = max(1, self.logits_limit // self.lm.config.vocab_size)
+        if n <= step:
+            return self._read(hidden, asked)
+        parts = []
+        for start in range(0, n, step):
+            part = hidden[start : start + step], _slice(asked, start, min(start + step, n))
+            if torch.is_grad_enabled():
+                parts.append(checkpoint(self._read, *part, use_reentrant=False, preserve_rng_state=False))
+            else:
+                parts.append(self._read(*part))
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    def _read(self, hidden: Tensor, asked: Asked) -> dict[str, Tensor]:
+        logits = self.lm.lm_head(hidden)[:, : self.vocabulary].float()
+        if asked.temperature is not None:
+            logits = logits / asked.temperature[:, None]
+        found: dict[str, Tensor] = {}
+        full = functional.log_softmax(logits, -1) if set(asked.names) - {"logprobs"} else None
+        if "logprobs" in asked.names:
+            if asked.kept is not None:
+                found["logprobs"] = _kept_logprobs(logits, asked.targets, asked.kept)
+            elif full is not None:
+                found["logprobs"] = full.gather(1, asked.targets[:, None]).squeeze(1)
+            else:
+                found["logprobs"] = -functional.cross_entropy(logits, asked.targets, reduction="none")
+        if full is not None and "entropy" in asked.names:
+            found["entropy"] = -(full.exp() * full).sum(-1)
+        if full is not None and asked.ids is not None:
+            found["token_logprobs"] = full.gather(1, asked.ids)
+        return found
+
+
+def _slice(asked: Asked, start: int, end: int) -> Asked:
+    kept = None
+    if asked.kept is not None:
+        inside = (asked.kept.row >= start) & (asked.kept.row < end)
+        kept = Kept(asked.kept.ids[inside], asked.kept.row[inside] - start, asked.kept.has[start:end])
+    return Asked(
+        asked.names,
+        asked.predictors[start:end],
+        asked.targets[start:end],
+        None if asked.temperature is None else asked.temperature[start:end],
+        kept,
+        None if asked.ids is None else asked.ids[start:end],
+    )
+
+
+def _kept_logprobs(logits: Tensor, targets: Tensor, kept: Kept) -> Tensor:
+    """Log-probabilities renormalised over each unit's kept set; over the whole vocabulary where it has none."""
+    chosen = logits.gather(1, targets[:, None]).squeeze(1)
+    values = logits[kept.row, kept.ids]
+    top = torch.full_like(chosen, -torch.inf).scatter_reduce(0, kept.row, values.detach(), "amax")
+    top = torch.where(kept.has, top, torch.zeros_like(top))
+    mass = torch.zeros_like(chosen).index_add(0, kept.row, (values - top[kept.row]).exp())
+    inside = torch.where(kept.has, mass, torch.ones_like(mass)).log() + top
+    if bool(kept.has.all()):
+        return chosen - inside
+    return chosen - torch.where(kept.has, inside, torch.logsumexp(logits, -1))

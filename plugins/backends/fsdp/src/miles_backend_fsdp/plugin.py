@@ -1,0 +1,48 @@
+"""Registers backend `fsdp` and model adapter `causal-lm`. The heavy imports happen inside `build`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from miles_backend_fsdp.config import CausalLMConfig, FsdpConfig
+from miles_core import hookimpl
+from miles_core.provider import BuildContext, Provider
+
+if TYPE_CHECKING:
+    from miles_core.contracts.backend import Backend
+    from miles_core.contracts.model import ModelAdapter
+
+
+def _backend(config: FsdpConfig, context: BuildContext) -> Backend:
+    from miles_backend_fsdp.backend import FsdpBackend
+
+    return FsdpBackend(config, context)
+
+
+def _adapter(config: CausalLMConfig, context: BuildContext) -> ModelAdapter:
+    from miles_backend_fsdp.causal_lm import CausalLM
+
+    # An extension that wraps the forward may bring values per token, and then equal prefixes are not equal.
+    wrapped = any(hasattr(extension, "micro") for extension in context.extensions)
+    return CausalLM(config, share_prefixes=config.share_prefixes and not wrapped)
+
+
+@hookimpl
+def miles_backend() -> Provider[FsdpConfig, Backend]:
+    return Provider(
+        name="fsdp",
+        config=FsdpConfig,
+        build=_backend,
+        offers=("export.full", "optimizer.adamw"),
+        summary="PyTorch fully_shard on any number of ranks",
+    )
+
+
+@hookimpl
+def miles_model() -> Provider[CausalLMConfig, ModelAdapter]:
+    return Provider(
+        name="causal-lm",
+        config=CausalLMConfig,
+        build=_adapter,
+        summary="Hugging Face causal language models: Llama, Qwen2, Qwen3, Qwen3-MoE, Mistral, SmolLM2",
+    )

@@ -222,7 +222,8 @@ class Catalogue:
             self.pm.register(module, name=f"{entry.distribution}:{entry.module}")
             self.pm.check_pending()
         except pluggy.PluginValidationError as error:
-            self.pm.unregister(module)
+            if self.pm.is_registered(module):  # unknown hooks are only found after registration
+                self.pm.unregister(module)
             raise PluginContractError(
                 f"{entry} breaks the hook contract: {_reason(error)}", fix=_hook_fix(error)
             ) from (error)

@@ -87,9 +87,9 @@ class RunDir:
 
     def tree(self) -> dict[str, Any]:
         """`resolved.yaml` as a plain tree."""
-        from omegaconf import OmegaConf
+        from miles_core.config.reading import read_yaml
 
-        return dict(OmegaConf.to_container(OmegaConf.load(self.path / "resolved.yaml")))  # type: ignore[arg-type]
+        return read_yaml(self.path / "resolved.yaml")
 
     def lock(self) -> dict[str, Any]:
         return dict(json.loads((self.path / "plugins.lock").read_text()))
@@ -198,18 +198,18 @@ def _flush(path: Path) -> None:
 
 def annotated_yaml(tree: Mapping[str, Any], origins: Mapping[str, str], prefix: str = "", depth: int = 0) -> list[str]:
     """The tree as YAML lines (scalars and lists as JSON, which YAML 1.2 contains), origins as comments."""
+    from miles_core.config.reading import written
+
     lines: list[str] = []
     for key, value in tree.items():
         path = f"{prefix}{key}"
-        name = key if re.fullmatch(r"[A-Za-z_][\w.-]*", str(key)) else json.dumps(str(key))
+        name = key if re.fullmatch(r"[A-Za-z_][\w.-]*", str(key), re.ASCII) else written(str(key))
         if isinstance(value, Mapping) and value:
             lines.append(f"{'  ' * depth}{name}:")
             lines += annotated_yaml(value, origins, f"{path}.", depth + 1)
         else:
             origin = origins.get(path)
-            lines.append(
-                f"{'  ' * depth}{name}: {json.dumps(value, ensure_ascii=False)}{f'  # {origin}' if origin else ''}"
-            )
+            lines.append(f"{'  ' * depth}{name}: {written(value)}{f'  # {origin}' if origin else ''}")
     return lines
 
 

@@ -27,6 +27,7 @@ from miles_core.config.schema import (
     Algorithm,
     AlgorithmKeys,
     EvalConfig,
+    OptimizerConfig,
     Part,
     Policy,
     RoleConfig,
@@ -190,10 +191,13 @@ class Binder:
                 f"{prefix}optimizer and {prefix}roles.actor.optimizer are one section, given twice", fix="keep one"
             )
         actor = {"update": Leaf("trained", "default"), **sections["actor"]}
-        actor["optimizer"] = actor.get("optimizer") or optimizer or {}
+        optimizer = actor.pop("optimizer", optimizer)
         roles: dict[str, RoleConfig] = {}
         for name, section in {**sections, "actor": actor}.items():
             roles[name] = bind(RoleConfig, unwrap(section), f"{prefix}roles.{name}")
+            if name == "actor":
+                trained = bind(OptimizerConfig, unwrap(optimizer or {}), f"{prefix}optimizer")
+                roles[name] = replace(roles[name], optimizer=trained)
             role = plain(roles[name])
             settings = role.pop("optimizer")
             if name == "actor":
@@ -250,7 +254,8 @@ class Binder:
                 if name in taken:
                     raise ConfigError(f"{at}.{name}: another part of {path} has that name", fix="rename the instance")
                 taken.add(name)
-            parts[field] = Frozen(found)
+            if found:
+                parts[field] = Frozen(found)
         if not parts.get("loss"):
             raise ConfigError(
                 f"{path} has no loss; installed presets: {presets}",

@@ -1,8 +1,8 @@
 """`model.source`: what it names, found before anything is built.
 
 In this order: an existing run folder (its best checkpoint, else its latest; `runs/x@40` is step 40), exported through
-an injected function; a Hugging Face folder; a resolver plugin by scheme (`gguf:…`) or suffix (`.gguf`); a hub id, fetched
-in a process of its own with a deadline. Only safetensors weights are fetched: nothing is unpickled.
+an injected function; a Hugging Face folder; a resolver plugin by scheme (`gguf:…`) or suffix (`.gguf`); a hub id,
+fetched in a process of its own with a deadline. Only safetensors weights are fetched: nothing is unpickled.
 """
 
 from __future__ import annotations

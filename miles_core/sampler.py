@@ -35,7 +35,7 @@ from miles_core.records import (
     trajectory_id,
 )
 from miles_core.seeds import derive, generator
-from miles_core.session import EpisodeFailedError, Session
+from miles_core.session import STANDARD_COLUMNS, EpisodeFailedError, Session
 
 if TYPE_CHECKING:
     from miles_core.contracts.environment import Environment, Scorer
@@ -171,7 +171,7 @@ class Sampler:
             policy=policy.name,
             prompt=task.prompt,
             renderer=policy.renderer,
-            generate=self._sampled(lease.id),
+            generate=self._sampled(lease.id, policy.columns),
             sampling=sampling,
             seed_of=lambda turn: derive(self._seed, policy.name, "sample", *path, turn),
             request_id=f"{lease.id}/{member}",
@@ -216,7 +216,9 @@ class Sampler:
                 raise
             return _failed(name, member, task, _reason(error))
 
-    def _sampled(self, lease: str) -> Callable[[Request], Awaitable[tuple[Completion, Mapping[str, Any]]]]:
+    def _sampled(
+        self, lease: str, declared: Mapping[str, ColumnSpec]
+    ) -> Callable[[Request], Awaitable[tuple[Completion, Mapping[str, Any]]]]:
         async def generate(request: Request) -> tuple[Completion, Mapping[str, Any]]:
             assert self._generate is not None
             for edit in self._edits:
@@ -230,6 +232,8 @@ class Sampler:
                 if not requests:
                     self._requests.pop(lease, None)
             extra: dict[str, Any] = {}
+            if len(completion.columns) > 2:  # what an engine gave under a declared name is kept as it is
+                extra = {k: v for k, v in completion.columns.items() if k not in STANDARD_COLUMNS and k in declared}
             for collect in self._collects:
                 extra |= collect(completion.columns, request)
             return completion, extra

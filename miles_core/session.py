@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 #: the columns that extensions collected from it.
 Generate = Callable[[Request], Awaitable[tuple[Completion, Mapping[str, Any]]]]
 
+#: Columns of a completion that every engine gives, or gives where `keep_ids` is wanted; others belong to extensions.
+STANDARD_COLUMNS = frozenset({"tokens", "logprobs", "keep_ids", "keep_counts"})
+
 
 @dataclass(slots=True)
 class _Node:

@@ -85,6 +85,8 @@ def as_bytes(tensor: Tensor) -> Array:
         return array_bytes(tensor)
     import torch
 
+    if not tensor.numel():
+        return np.zeros(0, np.uint8)
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     if sys.byteorder != "little" and flat.element_size() > 1:
         return array_bytes(flat.numpy())
@@ -158,6 +160,8 @@ def offsets(bucket: Iterable[TensorSpec]) -> tuple[list[int], int]:
 def write(memory: Array, offset: int, tensor: Tensor) -> int:
     """Copy a tensor's bytes into uint8 `memory` from `offset` on; the number of bytes."""
     size = int(tensor.nbytes)
+    if not size:
+        return 0
     target = memory[offset : offset + size]
     if library_of(tensor) == "torch" and not tensor.is_contiguous():
         import torch
@@ -176,6 +180,8 @@ def view(memory: Array, offset: int, spec: TensorSpec, library: Library) -> Tens
         import torch
 
         dtype = getattr(torch, DTYPES[spec.dtype][2])
+        if not len(raw):  # empty arrays have strides that torch does not reinterpret
+            return torch.empty(spec.shape, dtype=dtype)
         return torch.from_numpy(raw).view(dtype).view(spec.shape)
     if not DTYPES[spec.dtype][1]:
         raise WeightError(f"NumPy has no dtype {spec.dtype} ({spec.name!r})", fix="export torch tensors")

@@ -1,0 +1,391 @@
+"""The pool: gates, load, stickiness, lost members, pauses that abort, deadlines, quorum."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from miles_core.contracts.engine import Completion, Health, Request
+from miles_core.contracts.weights import Evidence, Receipt, TensorSpec
+from miles_core.errors import DeadlineError, EngineError, QuorumError
+from miles_core.pool import Pool
+from miles_core.records import Finish, Sampling, Span, Version
+from miles_core.weights import make_manifest
+
+SPEC = TensorSpec(name="w", shape=(1,), dtype="F32")
+
+
+def version(number, policy="main"):
+    return Version(policy=policy, lineage=0, number=number)
+
+
+class FakeEngine:
+    """Counts up from the number of earlier tokens, one token a turn of the loop, until `max_new_tokens`."""
+
+    def __init__(self, name, *, tokens_at_once=10**9):
+        self.name = name
+        self.version = version(0)
+        self.ok = True
+        self.seen = []
+        self.resumed_from = []
+        self.modes = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.raises = None
+        self.aborting = set()
+        self.limit = tokens_at_once
+        self.closed = False
+
+    async def start(self):
+        pass
+
+    async def generate(self, request):
+        self.seen.append(request.id)
+        self.aborting.discard(request.id)
+        if self.raises:
+            raise self.raises
+        start = 0 if request.resume is None else len(request.resume)
+        self.resumed_from.append(None if request.resume is None else list(request.resume))
+        tokens, spans = [], []
+        while start + len(tokens) < request.sampling.max_new_tokens:
+            if request.id in self.aborting:
+                break
+            if not self.gate.is_set() or len(tokens) >= self.limit:
+                await asyncio.sleep(0.001)
+                continue
+            tokens.append(start + len(tokens))
+            spans.append(Span(start=len(tokens) - 1, end=len(tokens), version=self.version))
+            await asyncio.sleep(0)
+        done = start + len(tokens) >= request.sampling.max_new_tokens
+        return Completion(
+            request=request.id,
+            columns={"tokens": np.array(tokens, np.int32), "logprobs": -np.array(tokens, np.float32)},
+            spans=tuple(spans),
+            finish=Finish.LENGTH if done else Finish.ABORT,
+            engine=self.name,
+        )
+
+    async def abort(self, request_ids=None):
+        self.aborting |= set(self.seen if request_ids is None else request_ids)
+
+    async def pause(self, mode):
+        self.modes.append(mode)
+        self.gate.clear()
+        if mode == "abort":
+            await self.abort()
+
+    async def resume(self):
+        self.gate.set()
+
+    def port(self, name):
+        raise NotImplementedError
+
+    async def health(self):
+        return Health(ok=self.ok, detail="" if self.ok else "unplugged")
+
+    async def close(self):
+        self.closed = True
+
+
+def admit(pool, name, number=0, policy="main"):
+    made = make_manifest(version(number, policy), [SPEC], {"w": [f"{policy}{number}"]})
+    pool.gate.admit(
+        made,
+        Receipt(
+            engine=name,
+            version=made.version,
+            evidence=Evidence.LIVE,
+            digests=made.digests,
+            root=made.root,
+            nbytes=4,
+            seconds=0.0,
+        ),
+    )
+
+
+def request(id="r", n=4, **changes):
+    return Request(
+        **(
+            {
+                "id": id,
+                "policy": "main",
+                "prompt": {"tokens": np.zeros(1, np.int32)},
+                "sampling": Sampling(max_new_tokens=n),
+                "seed": 1,
+                "deadline_s": 5.0,
+            }
+            | changes
+        )
+    )
+
+
+def make(count=2, **options):
+    engines = {f"e{i}": FakeEngine(f"e{i}") for i in range(count)}
+    events = []
+    pool = Pool(engines, on_event=lambda kind, fields: events.append((kind, fields)), **options)
+    return pool, engines, events
+
+
+def tokens(completion):
+    return list(completion.columns["tokens"])
+
+
+def test_nothing_runs_before_a_receipt():
+    async def main():
+        pool, engines, _ = make()
+        task = asyncio.create_task(pool.generate(request()))
+        await asyncio.sleep(0.02)
+        assert not task.done() and not engines["e0"].seen
+        admit(pool, "e1")
+        pool.readmit("e1")
+        assert tokens(await task) == [0, 1, 2, 3]
+        assert engines["e1"].seen == ["r"] and not engines["e0"].seen
+
+    asyncio.run(main())
+
+
+def test_policies_have_gates_of_their_own():
+    async def main():
+        pool, engines, _ = make()
+        admit(pool, "e0", policy="other")
+        admit(pool, "e1")
+        await pool.generate(request())
+        assert not engines["e0"].seen
+        with pytest.raises(DeadlineError, match=r"'third' had no answer within 0.05 s \(no member serves its policy\)"):
+            await pool.generate(request(policy="third", deadline_s=0.05))
+
+    asyncio.run(main())
+
+
+def test_least_load_and_sticky_sessions():
+    async def main():
+        pool, engines, _ = make(3)
+        for name in engines:
+            admit(pool, name)
+            engines[name].gate.clear()
+        tasks = [asyncio.create_task(pool.generate(request(f"r{i}", session=f"s{i % 3}"))) for i in range(6)]
+        await asyncio.sleep(0.02)
+        where = {r: name for name, e in engines.items() for r in e.seen}
+        assert sorted(len(e.seen) for e in engines.values()) == [2, 2, 2]
+        assert all(where[f"r{i}"] == where[f"r{i + 3}"] for i in range(3))
+        for e in engines.values():
+            e.gate.set()
+        await asyncio.gather(*tasks)
+
+    asyncio.run(main())
+
+
+def test_only_the_newest_version_is_asked():
+    async def main():
+        pool, engines, _ = make()
+        admit(pool, "e0", 3)
+        admit(pool, "e1", 2)
+        await asyncio.gather(*(pool.generate(request(f"r{i}")) for i in range(4)))
+        assert len(engines["e0"].seen) == 4
+
+    asyncio.run(main())
+
+
+def test_a_pause_that_aborts_is_invisible_and_columns_continue():
+    async def main():
+        pool, engines, _ = make(1)
+        engine = engines["e0"]
+        engine.limit = 3
+        admit(pool, "e0")
+        task = asyncio.create_task(pool.generate(request(n=7)))
+        await asyncio.sleep(0.02)
+        await pool.hold("e0", "abort")
+        await asyncio.sleep(0.02)
+        assert not task.done()  # it waits for the member to be released
+        engine.version, engine.limit = version(1), 100
+        admit(pool, "e0", 1)
+        await pool.release("e0")
+        done = await task
+        assert tokens(done) == list(range(7))
+        assert list(done.columns["logprobs"]) == [-float(i) for i in range(7)]
+        assert done.spans == (Span(start=0, end=3, version=version(0)), Span(start=3, end=7, version=version(1)))
+        assert done.finish == Finish.LENGTH
+        assert engine.resumed_from == [None, [0, 1, 2]]
+
+    asyncio.run(main())
+
+
+def test_resume_given_by_the_caller_stays_context():
+    async def main():
+        pool, engines, _ = make(1)
+        admit(pool, "e0")
+        done = await pool.generate(request(n=5, resume=np.array([0, 1], np.int32)))
+        assert tokens(done) == [2, 3, 4]
+        engines["e0"].limit = 1
+        task = asyncio.create_task(pool.generate(request("s", n=5, resume=np.array([0, 1], np.int32))))
+        await asyncio.sleep(0.02)
+        await pool.hold("e0", "abort")
+        await asyncio.sleep(0.02)
+        engines["e0"].limit = 9
+        await pool.release("e0")
+        assert tokens(await task) == [2, 3, 4]
+        assert engines["e0"].resumed_from[-1] == [0, 1, 2]
+
+    asyncio.run(main())
+
+
+def test_abort_ends_running_and_waiting_requests():
+    async def main():
+        pool, engines, _ = make(1)
+        engines["e0"].limit = 2
+        admit(pool, "e0")
+        running = asyncio.create_task(pool.generate(request("a")))
+        waiting = asyncio.create_task(pool.generate(request("b", policy="absent", want=frozenset({"keep_ids"}))))
+        await asyncio.sleep(0.02)
+        await pool.abort(["a", "b", "unknown"])
+        done, empty = await running, await waiting
+        assert (tokens(done), done.finish) == ([0, 1], Finish.ABORT)
+        assert (tokens(empty), empty.finish, empty.spans) == ([], Finish.ABORT, ())
+        assert len(empty.columns["keep_counts"]) == 0
+
+    asyncio.run(main())
+
+
+def test_a_quarantined_member_loses_its_requests_to_others():
+    async def main():
+        pool, engines, events = make()
+        for name in engines:
+            admit(pool, name)
+        engines["e0"].gate.clear()
+        task = asyncio.create_task(pool.generate(request(session="s")))
+        await asyncio.sleep(0.01)
+        assert engines["e0"].seen == ["r"]
+        pool.quarantine("e0", "too slow")
+        assert tokens(await task) == [0, 1, 2, 3]
+        assert engines["e1"].seen == ["r"]
+        assert pool.quarantined() == {"e0": "too slow"} and pool.members() == ("e1",)
+        assert events == [("engine_quarantined", {"engine": "e0", "reason": "too slow"})]
+        assert pool.gate.version("e0", "main") is None
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_caller_is_not_mistaken_for_a_lost_member():
+    async def main():
+        pool, engines, _ = make(1)
+        admit(pool, "e0")
+        engines["e0"].gate.clear()
+        task = asyncio.create_task(pool.generate(request()))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not pool._live and not pool._members["e0"].running
+
+    asyncio.run(main())
+
+
+def test_a_dead_engine_is_quarantined_and_the_request_moves():
+    async def main():
+        pool, engines, _ = make()
+        for name in engines:
+            admit(pool, name)
+        engines["e0"].raises, engines["e0"].ok = EngineError("boom", fix="x"), False
+        assert tokens(await pool.generate(request())) == [0, 1, 2, 3]
+        assert "boom" in pool.quarantined()["e0"] and "unplugged" in pool.quarantined()["e0"]
+
+    asyncio.run(main())
+
+
+def test_a_broken_connection_counts_as_dead_and_below_quorum_stops():
+    async def main():
+        pool, engines, _ = make(1)
+        admit(pool, "e0")
+        engines["e0"].raises = ConnectionResetError("peer")
+        with pytest.raises(QuorumError, match=r"0 of 1 engines remain, sync.min_engines is 1 \(e0: peer"):
+            await pool.generate(request())
+
+    asyncio.run(main())
+
+
+def test_an_error_of_a_healthy_engine_surfaces_with_its_own_text():
+    async def main():
+        pool, engines, _ = make()
+        for name in engines:
+            admit(pool, name)
+            engines[name].raises = EngineError("prompt too long", fix="shorter")
+        with pytest.raises(EngineError, match="prompt too long"):
+            await pool.generate(request())
+        assert not pool.quarantined()
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_ends_requests_for_nothing_is_given_up():
+    async def main():
+        pool, engines, _ = make(1)
+
+        async def nothing(r):
+            engines["e0"].seen.append(r.id)
+            empty = {"tokens": np.zeros(0, np.int32), "logprobs": np.zeros(0, np.float32)}
+            return Completion(request=r.id, columns=empty, spans=(), finish=Finish.ABORT, engine="e0")
+
+        engines["e0"].generate = nothing
+        admit(pool, "e0")
+        with pytest.raises(EngineError, match=r"failed 3 times \(e0: ended the request without a token"):
+            await pool.generate(request())
+        assert len(engines["e0"].seen) == 3
+
+    asyncio.run(main())
+
+
+def test_a_silent_engine_meets_the_deadline(monkeypatch):
+    monkeypatch.setattr("miles_core.pool.GRACE_S", 0.02)
+
+    async def main():
+        pool, engines, _ = make(1)
+        admit(pool, "e0")
+        engines["e0"].gate.clear()
+        with pytest.raises(DeadlineError, match=r"'r' of policy 'main' had no answer within 0.05 s"):
+            await pool.generate(request(deadline_s=0.05))
+
+    asyncio.run(main())
+
+
+def test_aliases_rename_what_engines_wrote():
+    async def main():
+        pool, _, _ = make(1)
+        admit(pool, "e0", 0)
+        pool.alias(version(0), version(1))
+        done = await pool.generate(request())
+        assert {s.version for s in done.spans} == {version(1)}
+
+    asyncio.run(main())
+
+
+def test_a_follower_pool_obeys_the_controller():
+    async def main():
+        pool, _, _ = make()
+        follower, engines, _ = make()
+        admit(pool, "e0")
+        admit(pool, "e1")
+        follower.follow(pool.state())
+        engines["e0"].gate.clear()
+        task = asyncio.create_task(follower.generate(request()))
+        await asyncio.sleep(0.01)
+        pool.quarantine("e0", "gone")
+        follower.follow(pool.state())
+        assert tokens(await task) == [0, 1, 2, 3]
+        assert follower.quarantined() == {"e0": "gone"}
+
+    asyncio.run(main())
+
+
+def test_close_closes_all_also_when_one_fails():
+    async def main():
+        pool, engines, _ = make(3)
+
+        async def fail():
+            raise EngineError("no", fix="x")
+
+        engines["e1"].close = fail
+        with pytest.raises(EngineError, match="no"):
+            await pool.close()
+        assert engines["e0"].closed and engines["e2"].closed
+
+    asyncio.run(main())

@@ -92,7 +92,7 @@ def test_root_depends_on_every_digest_name_and_box():
 def test_manifest_refuses_double_names_and_missing_pieces():
     with pytest.raises(WeightError, match="names \\['a'\\] twice"):
         make_manifest(version(), [A, A], {"a": ["x"]})
-    with pytest.raises(WeightError, match="'b' of main@0.1 has 1 pieces and 0 digests"):
+    with pytest.raises(WeightError, match=r"'b' of main@0.1 has 1 pieces and 0 digests"):
         make_manifest(version(), [A, B], {"a": ["x"]})
 
 

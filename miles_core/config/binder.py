@@ -17,6 +17,7 @@ from miles_core.config.layers import (
     instances,
     merge,
     origins_of,
+    removed,
     section_at,
     unwrap,
     wrap,
@@ -142,6 +143,8 @@ class Binder:
             at = f"{prefix}{many}.{name}"
             parts[name], plain_tree = self.part((PLURAL[many],), name, instance, at, named=True)
             tree.setdefault(many, {})[name] = plain_tree
+        for name in removed(scope, many):  # said again, or a default would come back when the tree is read as a file
+            tree.setdefault(many, {})[name] = None
         return parts
 
     def policy(self, name: str, scope: Tree, prefix: str) -> tuple[Policy, dict[str, Any]]:
@@ -242,15 +245,19 @@ class Binder:
                     part, part_tree = self.part(kinds, name, instance, f"{at}.{name}", field, named=True)
                     found[name] = part
                     tree.setdefault(field, {})[name] = part_tree
+                for name in removed(section, field):
+                    tree.setdefault(field, {})[name] = None
             else:
                 one = section_at(section, field, at)
                 if one is None:
+                    if field in section:
+                        tree[field] = None
                     continue
                 part, tree[field] = self.part(kinds, "", one, at, field)
                 if part.name in taken:  # the same plugin in two fields: metrics and weights need two names
                     part = replace(part, name=f"{part.name}-{field}")
                 found = {part.name: part}
-            for name in found:
+            for name in found if field != "filters" else ():  # filters write neither weights nor metrics
                 if name in taken:
                     raise ConfigError(f"{at}.{name}: another part of {path} has that name", fix="rename the instance")
                 taken.add(name)

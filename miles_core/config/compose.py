@@ -8,12 +8,11 @@ plural sections) in which it was written.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from miles_core.config import rules
-from miles_core.config.binder import Binder, Frozen
+from miles_core.config.binder import Binder
 from miles_core.config.layers import Tree, expand, instances, merge, wrap
 from miles_core.config.presets import on_config, with_presets
 from miles_core.config.reading import read_overrides, read_yaml
@@ -57,10 +56,17 @@ def load(
 
 
 def from_tree(
-    tree: Mapping[str, Any], catalogue: Catalogue | None = None, origins: Mapping[str, str] | None = None
+    tree: Mapping[str, Any],
+    catalogue: Catalogue | None = None,
+    origins: Mapping[str, str] | None = None,
+    overrides: Sequence[str] = (),
 ) -> RunFile:
-    """The run file of a resolved tree. `origins` are kept where given; otherwise each value's is `resolved`."""
+    """The run file of a resolved tree, under command-line values (a resume). No preset is expanded again and no
+    extension asked again. `origins` are those of the tree; where absent, each value's is `resolved`."""
     catalogue = catalogue or scan()
-    run_file = Binder(catalogue).run_file(expand(wrap(tree, "resolved")))
+    draft = expand(wrap(tree, "resolved", origins or {}))
+    for commands in read_overrides(overrides):
+        draft = merge(draft, expand(wrap(commands, "command line")))
+    run_file = Binder(catalogue).run_file(draft)
     rules.check(run_file, catalogue)
-    return run_file if origins is None else replace(run_file, origins=Frozen(origins))
+    return run_file

@@ -46,11 +46,11 @@ class Leaf:
 Tree = dict[str, Any]  # str -> Tree | Leaf
 
 
-def wrap(value: Any, origin: str) -> Any:
-    """Plain data as a tree of leaves."""
+def wrap(value: Any, origin: str, origins: Mapping[str, str] | None = None, path: str = "") -> Any:
+    """Plain data as a tree of leaves; `origins` by dotted path, where known, instead of `origin`."""
     if isinstance(value, Mapping) and value:
-        return {str(key): wrap(item, origin) for key, item in value.items()}
-    return Leaf({} if isinstance(value, Mapping) else value, origin)
+        return {str(k): wrap(v, origin, origins, f"{path}.{k}" if path else str(k)) for k, v in value.items()}
+    return Leaf({} if isinstance(value, Mapping) else value, (origins or {}).get(path, origin))
 
 
 def unwrap(tree: Any) -> Any:
@@ -150,6 +150,14 @@ def instances(tree: Tree, key: str) -> dict[str, Tree]:
                 fix=f"write {key}: {{{name}: {{use: plugin}}}}",
             )
     return {name: instance for name, instance in section.items() if isinstance(instance, dict)}
+
+
+def removed(tree: Tree, key: str) -> list[str]:
+    """Instances of a plural section that are set to `null`."""
+    section = tree.get(key)
+    return (
+        [n for n, i in section.items() if isinstance(i, Leaf) and i.value is None] if isinstance(section, dict) else []
+    )
 
 
 def section_at(tree: Tree, key: str, path: str) -> Tree | None:

@@ -11,12 +11,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from miles_core.compatibility import check_product
 from miles_core.config.schema import Part
-from miles_core.contracts.model import ModelResolver, ModelSource
+from miles_core.contracts.model import ModelSource
 from miles_core.discovery import Catalogue, scan
 from miles_core.errors import MissingExtraError, ModelSourceError
 from miles_core.provider import BuildContext, Place
@@ -54,56 +55,64 @@ def resolve_source(
     if keys.architecture is not None:
         source = ModelSource(asked="architecture", architecture=dict(keys.architecture))
     else:
-        source = _find(keys.source, seed, run_loader, base, cache, catalogue, deadline_s)
+        found, folder, from_run = locate(keys.source, base, catalogue), None, ""
+        if found.path is not None and found.what == "run folder":
+            folder = run_loader(found.path, found.step)
+            from_run = str(found.path) if found.step is None else f"{found.path}@{found.step}"
+        elif found.resolver:
+            local = str(found.path) if found.path is not None else keys.source
+            folder = _resolve(local, found.resolver, seed, cache, catalogue, deadline_s)
+        else:
+            folder = found.path or _from_hub(keys.source, deadline_s)
+        if not (folder / "config.json").is_file():
+            raise ModelSourceError(
+                f"model.source {keys.source!r} was resolved to {folder}, which has no config.json",
+                fix="name a source that holds a whole model in Hugging Face format",
+            )
+        source = ModelSource(asked=keys.source, folder=folder, from_run=from_run)
     return _with_tokenizer(source, keys.tokenizer, base, catalogue)
 
 
-def _find(
-    asked: str,
-    seed: int,
-    run_loader: RunLoader,
-    base: Path | None,
-    cache: Path,
-    catalogue: Catalogue,
-    deadline_s: float,
-) -> ModelSource:
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a source names: `what` is `run folder`, `folder`, `resolver` or `hub id`."""
+
+    what: str
+    path: Path | None = None
+    step: int | None = None
+    resolver: str = ""
+
+
+def locate(asked: str, base: Path | None, catalogue: Catalogue) -> Found:
+    """What `asked` names, without opening or fetching it. Raises `ModelSourceError` where it names nothing."""
     stepped = _STEP.fullmatch(asked)
-    for text, step in ((asked, None), (stepped[1], int(stepped[2])) if stepped else (asked, None)):
-        folder = _existing(text, base)
-        if folder is not None and _is_run(folder):
-            exported = run_loader(folder, step)
-            return ModelSource(
-                asked=asked, folder=exported, from_run=str(folder) if step is None else f"{folder}@{step}"
-            )
-    folder = _existing(asked, base)
-    resolver = _resolver(asked, catalogue)
-    if folder is not None and folder.is_dir():
-        if not (folder / "config.json").is_file():
-            holds = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
+    for text, step in ((asked, None), *([(stepped[1], int(stepped[2]))] if stepped else [])):
+        path = _existing(text, base)
+        if path is not None and (path / "resolved.yaml").is_file() and (path / "checkpoints").is_dir():
+            return Found(what="run folder", path=path, step=step)
+    path, resolver = _existing(asked, base), _resolver(asked, catalogue)
+    if path is not None and path.is_dir():
+        if not (path / "config.json").is_file():
+            holds = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
             raise ModelSourceError(
                 f"model.source {asked!r} is a folder without config.json (it holds: {holds})",
                 fix="name a Hugging Face folder, or a run folder that `miles run` made",
             )
-        return ModelSource(asked=asked, folder=folder)
+        return Found(what="folder", path=path)
     if resolver:
-        provider = catalogue.load("model", resolver).provider
-        unready: Any = None
-        context = BuildContext(place=Place.CONTROLLER, name=resolver, run=unready, seed=seed)
-        product: ModelResolver = provider.build(provider.config(), context)
-        local = str(folder) if folder is not None else asked
-        return ModelSource(asked=asked, folder=_checked(asked, product.resolve(local, cache, deadline_s)))
-    if folder is not None:
+        return Found(what="resolver", path=path, resolver=resolver)
+    if path is not None:
         known = ", ".join(n for n in catalogue.names("model") if n.startswith(".")) or "none"
         raise ModelSourceError(
-            f"model.source {asked!r} is a file; installed resolvers read: {known}",
-            fix=f"install a model plugin that resolves {folder.suffix or 'such'} files, or name a Hugging Face folder",
+            f"model.source {asked!r} is a file; suffixes that installed plugins resolve: {known}",
+            fix=f"install a model plugin that resolves {path.suffix or 'such'} files, or name a Hugging Face folder",
         )
     if not _HUB_ID.fullmatch(asked) or _existing(asked.split("/")[0], base) is not None or asked.startswith("runs/"):
         raise ModelSourceError(
-            f"model.source {asked!r} does not exist (looked in {', '.join(str(p) for p in _places(asked, base))})",
+            f"model.source {asked!r} does not exist (looked at {', '.join(str(p) for p in _places(asked, base))})",
             fix="name an existing Hugging Face folder or run folder; a run that was not started yet has none",
         )
-    return ModelSource(asked=asked, folder=_checked(asked, _from_hub(asked, deadline_s)))
+    return Found(what="hub id")
 
 
 def _places(asked: str, base: Path | None) -> list[Path]:
@@ -115,10 +124,6 @@ def _existing(asked: str, base: Path | None) -> Path | None:
     return next((p.resolve() for p in _places(asked, base) if p.exists()), None)
 
 
-def _is_run(folder: Path) -> bool:
-    return (folder / "resolved.yaml").is_file() and (folder / "checkpoints").is_dir()
-
-
 def _resolver(asked: str, catalogue: Catalogue) -> str:
     """The entry point that resolves `asked`: its scheme with the colon, or its suffix; empty where there is none."""
     scheme = asked.partition(":")[0] + ":" if ":" in asked else ""
@@ -126,13 +131,13 @@ def _resolver(asked: str, catalogue: Catalogue) -> str:
     return next((n for n in (scheme, suffix) if n and n in catalogue.names("model")), "")
 
 
-def _checked(asked: str, folder: Path) -> Path:
-    if (folder / "config.json").is_file():
-        return folder
-    raise ModelSourceError(
-        f"model.source {asked!r} was resolved to {folder}, which has no config.json",
-        fix="name a source that holds a whole model in Hugging Face format",
-    )
+def _resolve(asked: str, name: str, seed: int, cache: Path, catalogue: Catalogue, deadline_s: float) -> Path:
+    loaded = catalogue.load("model", name)
+    unready: Any = None
+    context = BuildContext(place=Place.CONTROLLER, name=name, run=unready, seed=seed)
+    resolver = loaded.provider.build(loaded.provider.config(), context)
+    check_product(loaded, Place.CONTROLLER, resolver)
+    return Path(resolver.resolve(asked, cache, deadline_s))
 
 
 def _from_hub(asked: str, deadline_s: float) -> Path:

@@ -206,7 +206,25 @@ def test_the_resolved_tree_is_a_run_file(compose, tmp_path):
     resolved = tmp_path / "resolved.yaml"
     resolved.write_text("\n".join(annotated_yaml(run.tree, run.origins)) + "\n")
     assert read_yaml(resolved) == run.tree
+    assert load(resolved, catalogue=compose.catalogue).tree == run.tree
     assert pickle.loads(pickle.dumps(run.tree)) == run.tree
+
+
+def test_what_was_removed_stays_removed_when_the_tree_is_read_as_a_file(compose, tmp_path):
+    run = compose(BASE, "algorithm.kl=null", "trackers.console=null")
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text("\n".join(annotated_yaml(run.tree, run.origins)) + "\n")
+    again = load(resolved, catalogue=compose.catalogue)
+    assert again.tree == run.tree and again.policies["main"].algorithm.one("kl") is None
+    assert list(again.trackers) == ["jsonl"]
+
+
+def test_a_resume_takes_command_line_values_and_asks_nobody_again(compose):
+    run = compose(BASE, "extensions.faster={}")
+    again = from_tree(run.tree, compose.catalogue, run.origins, ["run.steps=99"])
+    assert (again.run.steps, again.origins["run.steps"]) == (99, "command line")
+    assert again.policies["main"].schedule.groups_per_step == 32
+    assert again.origins["schedule.groups_per_step"] == "extension faster"
 
 
 def test_the_result_is_frozen(compose):

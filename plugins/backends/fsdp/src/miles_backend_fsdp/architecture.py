@@ -23,9 +23,9 @@ VERIFIED = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
-#: Keys of a config.json that are no attributes of the config class, or are older spellings of some.
+#: Keys of a config.json that no attribute of the config class shows: read by models only, or older spellings.
 EXTRA_KEYS = frozenset(
-    {"model_type", "architectures", "torch_dtype", "rope_theta", "rope_scaling", "transformers_version"}
+    {"model_type", "head_dim", "architectures", "torch_dtype", "rope_theta", "rope_scaling", "transformers_version"}
 )
 
 
@@ -64,7 +64,7 @@ def _drawn(keys: dict[str, Any]) -> Any:
         )
     try:
         config = AutoConfig.for_model(kind, **keys)
-        known = set(type(config)().to_dict()) | EXTRA_KEYS
+        known = set(type(config)().to_dict()) | set(type(config).attribute_map) | EXTRA_KEYS
     except (ValueError, TypeError, KeyError) as error:
         raise ModelSourceError(
             f"model.architecture cannot be made a {kind!r} config: {error}",

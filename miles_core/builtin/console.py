@@ -5,7 +5,7 @@ log, one plain line a step. Evaluations and what goes wrong get lines of their o
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 SHOWN: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("reward", ("rollout/reward",), "{:.3f}"),
     ("loss", ("train/loss",), "{:.4f}"),
-    ("lag", ("rollout/lag", "train/lag"), "{:.2f}"),
-    ("tokens/s", ("rollout/tokens_per_s", "time/tokens_per_s"), "{:.0f}"),
+    ("lag", ("rollout/lag",), "{:.2f}"),
+    ("tokens/s", ("time/tokens_per_s",), "{:.0f}"),
     ("step s", ("time/step_s",), "{:.2f}"),
 )
 #: Events that a person should see, and how they read.
@@ -34,6 +34,7 @@ LOUD = {
     "engine_returned": "engine back in service",
     "episode_failed": "episode failed",
     "lease_dropped": "group dropped",
+    "lease_stale": "group too old",
 }
 #: Of one kind of bad news, only so many lines a step; the rest is counted.
 LINES_A_KIND = 3
@@ -52,17 +53,16 @@ class ConsoleConfig:
 
 
 class ConsoleTracker:
-    """Keeps the contract `Tracker`. `groups` is how many groups a step of each policy consumes."""
+    """Keeps the contract `Tracker`. `policies` are told apart where there are several."""
 
-    def __init__(self, console: Console, groups: Mapping[str, int], *, live: bool, every: int = 1) -> None:
+    def __init__(self, console: Console, policies: Sequence[str], *, live: bool, every: int = 1) -> None:
         self._console = console
-        self._groups = dict(groups)
+        self._policies = tuple(policies)
         self._live = live
         self._every = every
         self._steps = 0
         self._held: dict[str, tuple[int, dict[str, float]]] = {}  # policy -> its step in the making
         self._printed: dict[str, int] = {}  # policy -> last step whose line was printed
-        self._finished: dict[str, int] = {}  # policy -> groups finished since its last step
         self._loud: dict[str, int] = {}
         self._progress: Progress | None = None
         self._bars: dict[str, tuple[TaskID, TaskID]] = {}
@@ -85,8 +85,7 @@ class ConsoleTracker:
             if den
         }
         if side == "eval":
-            shown = ", ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in sorted(found.items())[:6])
-            self._say(f"{self._whose(policy)}evaluation before step {step}: {shown or 'nothing rewarded'}")
+            self._say(f"{self._whose(policy)}evaluation before step {step}: {_evaluation(found)}")
             return
         held_step, held = self._held.get(policy, (step, {}))
         if held_step != step:
@@ -102,11 +101,13 @@ class ConsoleTracker:
             self._line(policy)
 
     def event(self, kind: str, fields: Mapping[str, Any]) -> None:
-        policy = str(fields.get("policy", next(iter(self._groups), "main")))
-        if kind == "group_finished" and fields.get("split", "train") == "train":
-            self._finished[policy] = self._finished.get(policy, 0) + 1
-            if self._progress is not None and policy in self._bars:
-                self._progress.update(self._bars[policy][0], completed=self._finished[policy])
+        policy = str(fields.get("policy", self._policies[0]))
+        if kind in ("group_finished", "evaluating") and self._progress is not None:
+            what = "groups" if kind == "group_finished" else "evaluation"
+            bar, _ = self._bars[policy]
+            self._progress.update(
+                bar, description=self._whose(policy) + what, completed=fields["done"], total=fields["of"]
+            )
         elif kind in LOUD:
             self._loud[kind] = self._loud.get(kind, 0) + 1
             if kind == "checkpoint" or self._loud[kind] <= LINES_A_KIND:
@@ -133,27 +134,20 @@ class ConsoleTracker:
             if kind != "checkpoint" and count > LINES_A_KIND:
                 self._say(f"{LOUD[kind]}: {count - LINES_A_KIND} more")
         self._loud.clear()
-        # A group may be finished ahead of its step; what is beyond this step's share stays counted.
-        self._finished[policy] = max(0, self._finished.get(policy, 0) - self._groups.get(policy, 0))
-        if self._progress is not None:
-            self._progress.update(self._bars[policy][0], completed=self._finished[policy])
 
     def _shown(self, held: Mapping[str, float]) -> str:
-        held = dict(held)
-        if "rollout/tokens" in held and held.get("time/step_s"):
-            held.setdefault("rollout/tokens_per_s", held["rollout/tokens"] / held["time/step_s"])
         parts = []
         for label, names, form in SHOWN:
             value = next((held[n] for n in names if n in held), None)
-            if value is not None:
+            if value is not None and (value or label != "tokens/s"):  # demonstrations sample none
                 parts.append(f"{label} {form.format(value)}")
         return "  ".join(parts)
 
     def _whose(self, policy: str) -> str:
-        return f"[{policy}] " if len(self._groups) > 1 else ""
+        return f"[{policy}] " if len(self._policies) > 1 else ""
 
     def _say(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
     def _start_bars(self, first: int) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -166,12 +160,20 @@ class ConsoleTracker:
             TextColumn("{task.fields[shown]}", markup=False),
             console=self._console,
         )
-        for policy, count in self._groups.items():
-            whose = f"{policy} " if len(self._groups) > 1 else ""
-            groups = self._progress.add_task(f"{whose}groups", total=count, shown="")
+        for policy in self._policies:
+            whose = self._whose(policy)
+            groups = self._progress.add_task(f"{whose}groups", total=None, shown="")
             steps = self._progress.add_task(f"{whose}steps", total=self._steps, completed=first, shown="")
             self._bars[policy] = (groups, steps)
         self._progress.start()
+
+
+def _evaluation(found: Mapping[str, float]) -> str:
+    """Rewards or losses first; nothing about failures where there are none."""
+    named = {name.removeprefix("eval/"): value for name, value in found.items()}
+    first = sorted(named, key=lambda name: (not name.startswith(("reward", "loss")), name))
+    shown = [f"{name} {named[name]:.3f}" for name in first if name != "failed_episodes" or named[name]]
+    return ", ".join(shown[:6]) or "nothing rewarded"
 
 
 def _build(config: ConsoleConfig, context: BuildContext) -> ConsoleTracker:
@@ -179,8 +181,7 @@ def _build(config: ConsoleConfig, context: BuildContext) -> ConsoleTracker:
 
     console = Console()
     live = console.is_terminal if config.style == Style.auto else config.style == Style.live
-    groups = {name: policy.schedule.groups_per_step for name, policy in context.run.policies.items()}
-    return ConsoleTracker(console, groups, live=live, every=config.every)
+    return ConsoleTracker(console, tuple(context.run.policies), live=live, every=config.every)
 
 
 @hookimpl

@@ -26,6 +26,7 @@ from miles_core.records import Metric
 
 FORMAT = 1
 _CHUNK = 1 << 16
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=str)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,7 @@ class LineFile:
             raise self._error(error) from error
 
     def write(self, line: Mapping[str, Any]) -> None:
-        data = (json.dumps(line, ensure_ascii=False, allow_nan=False, default=str) + "\n").encode()
+        data = (_ENCODER.encode(line) + "\n").encode()
         at = self._end
         try:
             while at < self._end + len(data):
@@ -106,6 +107,8 @@ class JsonlTracker:
         self._write(self._metrics, line)
 
     def event(self, kind: str, fields: Mapping[str, Any]) -> None:
+        if kind == "evaluating" and fields.get("done") != fields.get("of"):
+            return  # a bar's progress, not a fact to keep
         step = fields.get("step")
         rest = {key: _plain(value) for key, value in fields.items() if key not in ("v", "t", "type", "step")}
         self._write(self._events, {**_head(kind, step), "lineage": self._lineage, **rest})

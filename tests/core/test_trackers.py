@@ -33,6 +33,8 @@ def test_formats(tmp_path):
     tracker.start({**INFO, "dir": tmp_path})
     tracker.metrics(3, "train", {"train/loss": (1.0, 4.0), "kl": (0.0, 0.0), "bad": (math.nan, 2.0)}, "main")
     tracker.event("published", {"step": 4, "seconds": np.float32(0.5), "bad": math.inf, "who": ("a", "b"), "t": 9})
+    tracker.event("evaluating", {"step": 0, "done": 1, "of": 2})
+    tracker.event("evaluating", {"step": 0, "done": 2, "of": 2})
     tracker.close("finished")
     (line,) = lines(tmp_path / "metrics.jsonl")
     assert list(line)[:6] == ["v", "t", "type", "step", "policy", "lineage"]
@@ -45,10 +47,11 @@ def test_formats(tmp_path):
     assert line["train/loss"] == {"value": 0.25, "num": 1, "den": 4}
     assert line["train/kl"] == {"value": None, "num": 0, "den": 0}
     assert line["train/bad"] == {"value": None, "num": None, "den": 2}
-    start, event, end = lines(tmp_path / "events.jsonl")
+    start, event, evaluated, end = lines(tmp_path / "events.jsonl")
     assert (start["type"], start["step"], start["steps"]) == ("run_start", 0, 2)
     assert event["type"] == "published" and event["step"] == 4 and event["t"] > 1e9
     assert (event["seconds"], event["bad"], event["who"]) == (0.5, None, ["a", "b"])
+    assert (evaluated["type"], evaluated["done"]) == ("evaluating", 2)
     assert (end["type"], end["status"]) == ("run_end", "finished")
 
 
@@ -106,30 +109,30 @@ def test_told_too_early(tmp_path):
         JsonlTracker().start({**INFO, "dir": tmp_path})
 
 
-def make(live=False, groups=None, every=1):
+def make(live=False, policies=("main",), every=1):
     out = io.StringIO()
     rich = Console(file=out, force_terminal=live, width=160, color_system=None, legacy_windows=False)
-    return ConsoleTracker(rich, groups or {"main": 2}, live=live, every=every), out
+    return ConsoleTracker(rich, policies, live=live, every=every), out
 
 
 def feed(tracker, steps, policy="main"):
     for step in steps:
-        for _ in range(2):
-            tracker.event("group_finished", {"policy": policy, "split": "train"})
-        tracker.metrics(step, "rollout", {"reward": (3.0, 4.0), "tokens": (100.0, 1.0), "lag": (0.0, 8.0)}, policy)
+        for done in (1, 2):
+            tracker.event("group_finished", {"policy": policy, "step": step, "done": done, "of": 2})
+        tracker.metrics(step, "rollout", {"reward": (3.0, 4.0), "lag": (0.0, 8.0)}, policy)
         tracker.metrics(step, "train", {"train/loss": (-1.0, 8.0)}, policy)
-        tracker.metrics(step, "time", {"step_s": (0.5, 1.0)}, policy)
+        tracker.metrics(step, "time", {"step_s": (0.5, 1.0), "tokens_per_s": (100.0, 0.5)}, policy)
 
 
 def test_one_plain_line_a_step():
     tracker, out = make()
     assert isinstance(tracker, Tracker)
     tracker.start({**INFO, "dir": "runs/r"})
-    tracker.metrics(0, "eval", {"reward": (1.0, 4.0)}, "main")
+    tracker.metrics(0, "eval", {"failed_episodes": (0.0, 1.0), "length": (9.0, 2.0), "reward": (1.0, 4.0)}, "main")
     feed(tracker, range(2))
     tracker.close("finished")
     said = out.getvalue().splitlines()
-    assert said[:3] == ["run r in runs/r", "grpo on sorting", "evaluation before step 0: reward 0.250"]
+    assert said[:3] == ["run r in runs/r", "grpo on sorting", "evaluation before step 0: reward 0.250, length 4.500"]
     assert said[3] == "step 1/2  reward 0.750  loss -0.1250  lag 0.00  tokens/s 200  step s 0.50"
     assert said[4].startswith("step 2/2") and said[5].startswith("finished after") and len(said) == 6
 
@@ -156,11 +159,11 @@ def test_bad_news_is_bounded():
     tracker, out = make()
     tracker.start({**INFO, "dir": "d"})
     for i in range(50):
-        tracker.event("lease_dropped", {"policy": "main", "reason": f"stale {i}"})
+        tracker.event("lease_dropped", {"policy": "main", "why": f"filter {i}"})
     tracker.event("checkpoint", {"step": 1})
     feed(tracker, [0])
     said = out.getvalue()
-    assert said.count("group dropped: reason stale") == 3 and "group dropped: 47 more" in said
+    assert said.count("group dropped: why filter") == 3 and "group dropped: 47 more" in said
     assert "checkpoint: step 1" in said
 
 
@@ -168,15 +171,18 @@ def test_live_bars():
     tracker, out = make(live=True)
     tracker.start({**INFO, "dir": "d"})
     feed(tracker, range(2))
+    tracker.event("evaluating", {"policy": "main", "step": 2, "done": 1, "of": 4})
+    tracker._progress.refresh()
     tracker.metrics(2, "eval", {"reward": (1.0, 2.0)}, "main")
     tracker.close("finished")
     said = out.getvalue()
     assert "steps" in said and "2/2" in said and "reward 0.750" in said and "evaluation before step 2" in said
+    assert "1/4" in said
     assert "step 1/2" not in said
 
 
 def test_several_policies_are_told_apart():
-    tracker, out = make(groups={"a": 2, "b": 2})
+    tracker, out = make(policies=("a", "b"))
     tracker.start({**INFO, "dir": "d"})
     feed(tracker, [0], "a")
     feed(tracker, [0], "b")
@@ -184,9 +190,7 @@ def test_several_policies_are_told_apart():
 
 
 def test_provider():
-    context = SimpleNamespace(
-        run=SimpleNamespace(policies={"main": SimpleNamespace(schedule=SimpleNamespace(groups_per_step=4))})
-    )
+    context = SimpleNamespace(run=SimpleNamespace(policies={"main": None}))
     provider = console_module.miles_tracker()
     assert provider.build(ConsoleConfig(style=Style.live), context)._live
     assert not provider.build(ConsoleConfig(style=Style.plain), context)._live

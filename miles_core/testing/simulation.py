@@ -90,20 +90,24 @@ class VirtualClock(asyncio.SelectorEventLoop):
 
 class Disk(Files):
     """Files that can fail: `fail_at` maps the number of an operation (counted from 0) to what happens there: `error`
-    (nothing is done), `torn` (half is written, then an error), `kill` (half is written, and the process dies)."""
+    (nothing is done), `torn` (half is written, then an error), `kill` (half is written, and the process dies). Only
+    writes can be done by halves; other operations fail or die before anything is done."""
 
     def __init__(self, fail_at: Mapping[int, str] | None = None) -> None:
         self.fail_at = dict(fail_at or {})
         self.operations = 0
         self.dead = False
 
-    def _next(self) -> str:
+    def _next(self, *, writes: bool = False) -> str:
         if self.dead:
             raise OSError(5, "the process is dead")
         what = self.fail_at.get(self.operations, "")
         self.operations += 1
-        if what == "error":
+        if what == "error" or (what == "torn" and not writes):
             raise OSError(28, "No space left on device")
+        if what == "kill" and not writes:
+            self.dead = True
+            raise Killed
         return what
 
     def create(self, path: Path) -> int:
@@ -111,7 +115,7 @@ class Disk(Files):
         return super().create(path)
 
     def write(self, fd: int, parts: Sequence[bytes]) -> None:
-        what = self._next()
+        what = self._next(writes=True)
         if not what:
             return super().write(fd, parts)
         data = b"".join(parts)
@@ -201,6 +205,7 @@ class Simulation:
             return None
         finally:
             self.disk.dead = True  # from here on nothing reaches the disk any more
+            clock.set_exception_handler(lambda *_: None)  # the dead say nothing
             self.turns, self.operations, self.now = clock.turns, self.disk.operations, clock.now
             clock.kill_at = None
             left = asyncio.all_tasks(clock)

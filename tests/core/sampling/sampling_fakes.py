@@ -114,3 +114,41 @@ def request(id="r", n=4, **changes):
             | changes
         )
     )
+
+
+class FakeRenderer:
+    """One id per character; turns end with 1, environment turns are framed by 2 and 3."""
+
+    stop_ids = (1,)
+    tokenizer = None
+
+    def prompt(self, prompt):
+        if isinstance(prompt, str):
+            return [ord(c) for c in prompt]
+        return self.extend([1], list(prompt))
+
+    def extend(self, before, new):
+        closing = [] if before and before[-1] == 1 else [1]
+        return closing + [i for m in new for i in (2, *map(ord, m.content), 3)]
+
+    def demonstration(self, prompt, answer):
+        ids = self.prompt(prompt)
+        shown = [ord(c) for c in answer] + [1]
+        return ids + shown, [False] * len(ids) + [True] * len(shown)
+
+    def text(self, ids):
+        return "".join(chr(i) for i in ids if i > 3)
+
+    def parse(self, ids):
+        from miles_core.records import Message
+
+        return Message(role="assistant", content=self.text(ids))
+
+
+def answer(request, text="ok", *, finish=Finish.STOP, numbers=None, engine="e0", **columns):
+    """A completion that spells `text`, with the end token where it stopped; token i is of version `numbers[i]`."""
+    ids = [ord(c) for c in text] + ([1] if finish == Finish.STOP else [])
+    numbers = numbers or [0] * len(ids)
+    spans = tuple(Span(start=i, end=i + 1, version=version(n)) for i, n in enumerate(numbers))
+    given = {"tokens": np.array(ids, np.int32), "logprobs": -0.5 * np.arange(1, len(ids) + 1, dtype=np.float32)}
+    return Completion(request=request.id, columns=given | columns, spans=spans, finish=finish, engine=engine)

@@ -1,0 +1,122 @@
+"""`miles config show` and `miles config schema`: what a run file means, and what may stand in one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from miles_core.discovery import Catalogue
+
+app = typer.Typer(help="What a run file means, and what may stand in one.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@app.command()
+def show(
+    file: Annotated[Path, typer.Argument(help="a run file, or a run directory")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, e.g. schedule.max_staleness=2")] = None,
+) -> None:
+    """Print every resolved value with its origin: default, preset, file, extension or command line."""
+    from miles_core.config.compose import from_tree, load
+    from miles_core.config.reading import read_yaml
+    from miles_core.run import annotated_yaml
+
+    if file.is_dir():
+        run_file = from_tree(read_yaml(file / "resolved.yaml"), overrides=tuple(overrides or ()))
+    else:
+        run_file = load(file, tuple(overrides or ()))
+    print("\n".join(annotated_yaml(run_file.tree, run_file.origins)))
+
+
+@app.command()
+def schema(
+    what: Annotated[
+        str, typer.Argument(help="KIND:NAME of an installed plugin, or a section; all sections if empty")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object a field")] = False,
+) -> None:
+    """Print fields with type, default, unit, bounds and help."""
+    from miles_core.cli.table import table
+    from miles_core.discovery import scan
+
+    groups = _plugin(what, scan()) if ":" in what else _sections(what)
+    for title, rows in groups.items():
+        if as_json:
+            for row in rows:
+                print(json.dumps({"section": title, **row}))
+            continue
+        print(f"\n{title}" if title != next(iter(groups)) else title)
+        print(table(list(COLUMNS), [list(row.values()) for row in rows]) if rows else "(no fields)")
+
+
+COLUMNS = ("field", "type", "default", "unit", "bounds", "help")
+
+
+def fields(cls: type, prefix: str = "") -> list[dict[str, str]]:
+    """One row for each field of a config dataclass; nested ones by dotted name."""
+    import dataclasses
+
+    from miles_core.config.binding import MISSING, annotation, bounds, default_of, fields_of, hints, plain
+    from miles_core.config.reading import written
+
+    rows: list[dict[str, str]] = []
+    for name, field in fields_of(cls).items():
+        hint: Any = hints(cls)[name]
+        if dataclasses.is_dataclass(hint):
+            rows += fields(hint if isinstance(hint, type) else type(hint), f"{prefix}{name}.")
+            continue
+        default = default_of(field)
+        required = isinstance(default, str) and default == MISSING
+        values = (
+            *(f"{prefix}{name}", annotation(hint), "(required)" if required else written(plain(default))),
+            *(str(field.metadata.get("unit", "")), bounds(field), str(field.metadata.get("help", ""))),
+        )
+        rows.append(dict(zip(COLUMNS, values, strict=True)))
+    return rows
+
+
+def core_sections() -> dict[str, type]:
+    """Every section that core types, by the name under which it stands in a run file."""
+    from miles_core.config import schema as s
+
+    return {
+        **{"run": s.RunConfig, "eval": s.EvalConfig, "model": s.ModelKeys, "env": s.EnvKeys, "rollout": s.EngineKeys},
+        **{"backend": s.BackendKeys, "optimizer": s.OptimizerConfig, "sync": s.SyncKeys},
+        **{"schedule": s.ScheduleConfig, "algorithm": s.AlgorithmKeys, "roles": s.RoleConfig},
+    }
+
+
+def _sections(what: str) -> dict[str, list[dict[str, str]]]:
+    from miles_core.discovery import close
+    from miles_core.errors import UnknownKeyError
+
+    known = core_sections()
+    if what and what not in known:
+        similar = close(what, known)
+        raise UnknownKeyError(
+            f"{what!r} is neither a section that core types ({', '.join(known)}) nor KIND:NAME of a plugin",
+            fix=f"write {similar}" if similar else "write e.g. schedule, or sync:bucketed",
+        )
+    return {name: fields(cls) for name, cls in known.items() if what in ("", name)}
+
+
+def _plugin(what: str, catalogue: Catalogue) -> dict[str, list[dict[str, str]]]:
+    from miles_core import API_VERSIONS
+    from miles_core.config.layers import CORE_KEYS
+    from miles_core.config.schema import TermKeys
+    from miles_core.errors import InputError
+
+    kind, _, name = what.partition(":")
+    if kind not in API_VERSIONS:
+        raise InputError(f"{kind!r} is no kind of plugin", fix=f"use one of: {', '.join(API_VERSIONS)}")
+    loaded = catalogue.load(kind, name)
+    provider = loaded.provider
+    owned = TermKeys if kind == "term" and provider.field != "correction" else CORE_KEYS.get(kind)
+    where = f", field {provider.field}" if provider.field else ""
+    summary = f": {provider.summary}" if provider.summary else ""
+    title = f"{kind}:{name} ({loaded.distribution} {loaded.version}{where}){summary}"
+    groups = {title: fields(provider.config)}
+    return groups | ({"keys that core owns in this section": fields(owned)} if owned else {})

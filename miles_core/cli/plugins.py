@@ -1,0 +1,49 @@
+"""`miles plugins`: what is installed, from metadata; `--check` loads each plugin in a process of its own."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from miles_core.errors import EXIT_FINDINGS
+
+
+def plugins(
+    kind: Annotated[str, typer.Option(help="only this kind, e.g. sync")] = "",
+    check: Annotated[bool, typer.Option("--check", help="also load each one, in a process of its own")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object a line")] = False,
+) -> None:
+    """List installed plugins: kind, name, distribution, version, API, state, last conformance result, summary."""
+    from miles_core.cli.results import last, recorded
+    from miles_core.cli.table import table
+    from miles_core.discovery import scan
+
+    catalogue, known = scan(), recorded()
+    entries = [e for e in catalogue.entries() if kind in ("", e.kind)]
+    states = {e: catalogue.state(e) for e in entries}
+    if check:
+        from miles_core.cli.probe import probe_all
+
+        fitting = [e for e in entries if states[e] == "fits"]
+        for entry, findings in zip(fitting, probe_all(fitting).values(), strict=True):
+            bad = next((f for f in findings if not f.ok), None)
+            states[entry] = "loads" if bad is None else f"broken: {bad.finding}"
+    rows = [
+        {
+            **{"kind": e.kind, "name": e.name, "distribution": e.distribution, "version": e.version},
+            **{"api": f"v{e.major}", "state": states[e], "conformance": last(e, catalogue, known)},
+            "summary": e.summary,
+        }
+        for e in entries
+    ]
+    if as_json:
+        for row in rows:
+            print(json.dumps(row))
+    elif rows:
+        print(table(list(rows[0]), [list(row.values()) for row in rows]))
+    else:
+        print(f"no plugin{f' of kind {kind}' if kind else ''} is installed")
+    if check and any(state.startswith("broken") for state in states.values()):
+        raise typer.Exit(EXIT_FINDINGS)

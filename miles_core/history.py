@@ -109,8 +109,13 @@ class History:
                 entry.group_at = None
 
     def candidates(self) -> dict[str, Entry]:
-        """Leases that a resume may keep: those that were not given back by an earlier resume."""
-        return {k: e for k, e in self.entries.items() if e.end is None or e.end[0] != "returned" or e.group_at}
+        """Leases that a resume must settle: all that were open at the checkpoint, and those issued behind it, unless
+        an earlier resume gave them back already."""
+        return {
+            lease: entry
+            for lease, entry in self.entries.items()
+            if entry.leased_at == BEFORE or entry.group_at or not (entry.end and entry.end[0] == "returned")
+        }
 
 
 def check_history(

@@ -130,7 +130,8 @@ class Loop:
         try:
             return await self._rounds()
         except Exception as error:
-            self._fail(error)
+            if not self._failure.done():
+                self._failure.set_result(error)
             return None
 
     async def _rounds(self) -> RunResult:
@@ -435,7 +436,8 @@ class Loop:
         return await within(awaited, what, self._deadline_s)
 
     def _fail(self, error: Exception) -> None:
-        """Remember the first error of any side; `run` cancels the others and raises it."""
+        """Remember the first error of any side; `run` cancels the others and raises it. What is abandoned at the end
+        of a run may fail as it likes."""
         if not self._closing and not self._failure.done():
             self._failure.set_result(error)
 

@@ -64,13 +64,15 @@ class RunDir:
 
     @staticmethod
     def create(path: Path, tree: Mapping[str, Any], origins: Mapping[str, str], lock: Mapping[str, Any]) -> RunDir:
-        """Make the directory; `RunExistsError` where it exists."""
+        """Make the directory, whole or not at all; `RunExistsError` where it exists."""
         refuse_existing(path)
+        draft = path.with_name(f".{path.name}.draft")
+        shutil.rmtree(draft, ignore_errors=True)
         for folder in ("journal", "rollouts", "checkpoints", "weights"):
-            (path / folder).mkdir(parents=True)
-        run = RunDir(path)
-        run.write_config(tree, origins, lock)
-        return run
+            (draft / folder).mkdir(parents=True)
+        RunDir(draft).write_config(tree, origins, lock)
+        os.rename(draft, path)  # replaces an empty directory
+        return RunDir(path)
 
     @staticmethod
     def open(path: Path) -> RunDir:

@@ -102,3 +102,15 @@ def test_resume_differences(tmp_path):
         check_resume({**more}, {**more, "run": {"name": "a", "steps": 3}}, tmp_path)
     with pytest.raises(ResumeError, match=r"optimizer.lr: was 1e-06, now 0.1"):
         check_resume(TREE, {**TREE, "optimizer": {"lr": 0.1}}, tmp_path)
+
+
+def test_a_run_directory_appears_whole_or_not_at_all(tmp_path, monkeypatch):
+    def killed(self, tree, origins, lock):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RunDir, "write_config", killed)
+    with pytest.raises(KeyboardInterrupt):
+        RunDir.create(tmp_path / "c", TREE, {}, {})
+    assert not (tmp_path / "c").exists()
+    monkeypatch.undo()
+    RunDir.create(tmp_path / "c", TREE, {}, {})

@@ -43,25 +43,9 @@ class Files:
         os.close(fd)
 
     def sync_folder(self, folder: Path) -> None:
-        """Make new and renamed entries of `folder` survive a power loss."""
+        """Make new entries of `folder` survive a power loss."""
         fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
         finally:
             os.close(fd)
-
-    def replace(self, path: Path, data: bytes) -> None:
-        """Write a whole file: readers see the old content or the new, never a part."""
-        draft = path.with_name(f".{path.name}.draft")
-        draft.unlink(missing_ok=True)
-        fd = self.create(draft)
-        try:
-            self.write(fd, [data])
-            self.sync(fd)
-        except BaseException:
-            self.close(fd)
-            draft.unlink(missing_ok=True)
-            raise
-        self.close(fd)
-        os.replace(draft, path)
-        self.sync_folder(path.parent)

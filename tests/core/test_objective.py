@@ -241,10 +241,10 @@ def bind(formula, **more):
 
 
 def test_correction_and_dynamic_weights_multiply_only_the_weighted_term():
-    weights = np.array([1.0, 2.0, 3.0, np.nan], np.float32)
+    weights = np.array([1.0, 2.0, 4.0, np.nan], np.float32)
     _, _, view = small([-1.0, -1, -1, -1], [True, True, True, False], correction_weight=weights)
     dynamic = BoundTerm(name="w", coef=1.0, dynamic=True, term=UnitTerm(lambda v: v.out(LOGPROBS) * 0 + 0.5))
-    for weighted, want in ((True, 0.5 * (1 + 2 + 3)), (False, 1 + 1 + 1)):
+    for weighted, want in ((True, 0.5 * (1 + 2 + 4)), (False, 1 + 1 + 1)):
         bound = [dynamic, *bind(lambda v: -v.out(LOGPROBS), weighted=weighted)]
         loss, _ = objective.evaluate(view.at, bound, str)
         assert loss.item() == want
@@ -267,12 +267,40 @@ def test_without_a_score_pass_the_ratio_is_one_and_its_gradient_is_right():
         seen["says"] = "proximal_logprobs" in v
         rho = ratio(v, v.out(LOGPROBS), v["proximal_logprobs"])
         seen["rho"] = rho.detach()
+        seen["moves"] = v["proximal_logprobs"].requires_grad
         return clip(rho, v["advantages"], 0.2, 0.2).value
 
     loss, _ = objective.evaluate(view.at, bind(formula), str)
     loss.backward()
-    assert seen["says"] is False and seen["rho"].tolist() == [1.0] * 4
+    assert seen["says"] is False and seen["moves"] is False and seen["rho"].tolist() == [1.0] * 4
     assert outputs.grad.tolist() == [-2.0, 3.0, -0.5, 0.0]
+
+
+def test_a_pair_is_one_value_and_pairs_are_averaged():
+    """Two pairs: −log σ(0.1·h), h the signed sum of π − π_ref over trainable units."""
+    batch = random_batch(np.random.default_rng(2), [(3, 4), (2, 5)])
+    (pair,) = [b for b in terms() if b.name == "pair"]
+    weight = torch.from_numpy(np.random.default_rng(5).normal(size=(VOCAB, VOCAB)))
+    view = model_view(batch, weight)
+    margin = (view.out(LOGPROBS).numpy() - batch.columns["reference.logprobs"]) * batch.columns["trainable"]
+    h = [margin[0:3].sum() - margin[3:7].sum(), margin[7:9].sum() - margin[9:14].sum()]
+    want = sum(math.log1p(math.exp(-0.1 * x)) for x in h) / 2
+    assert batch.columns["trainable"][:7].any() and batch.columns["trainable"][7:].any()
+    loss, _, metrics = run(batch.with_columns({"rejected": np.zeros(14, bool)}, ()), [pair], [[0, 1]])
+    assert metrics["pair"] == (pytest.approx(want, rel=1e-7), 1.0) and loss == pytest.approx(0.3 * want, rel=1e-7)
+
+
+def test_a_ratio_reads_no_masked_unit():
+    values = [float("nan"), -1.0, -2.0, float("inf")]
+    batch, outputs, view = small(values, [False, True, True, False])
+    for level, want in (
+        ("token", [1, math.exp(0.5), math.exp(-0.1), 1]),
+        ("sequence", [1, math.exp(0.5), math.exp(-0.1), 1]),
+    ):
+        rho = ratio(view, outputs, torch.tensor([float("nan"), -1.5, -1.9, 0.0], dtype=torch.float64), level)
+        assert rho.tolist() == pytest.approx(want)
+    rho.sum().backward()
+    assert outputs.grad[[0, 3]].tolist() == [0, 0] and batch.n_trajectories == 2
 
 
 def test_mismatch_comes_from_the_update_where_there_is_no_score_pass():

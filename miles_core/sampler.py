@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import TYPE_CHECKING, Any, cast
@@ -84,8 +84,8 @@ class Sampler:
         self._edits = [e.request for e in extensions if hasattr(e, "request")]
         self._collects = [e.collect for e in extensions if hasattr(e, "collect")]
         self._abort_requests = abort_requests
-        self._running: dict[str, set[asyncio.Task[Any]]] = {}  # lease id -> its episodes
-        self._aborted: set[asyncio.Task[Any]] = set()
+        self._running: dict[str, list[asyncio.Task[Any]]] = {}  # lease id -> its episodes
+        self._ended: dict[asyncio.Task[Any], str] = {}  # episodes that were ended from outside, and why
         self._multi_turn = {
             name: {env for env, built in policy.envs.items() if isinstance(built, MultiTurn)}
             for name, policy in self._policies.items()
@@ -103,18 +103,23 @@ class Sampler:
         name = group_id(lease.task.id, lease.attempt)
         if sampling is None:
             episodes = demonstrations(policy, lease.task, lease.attempt, group_size)
-        elif group_size == 1:
-            episodes = (await self._tracked(lease, self._episode(policy, lease, name, 0, sampling, split)),)
         else:
-            jobs = [self._episode(policy, lease, name, m, sampling, split) for m in range(group_size)]
-            episodes = await self._together(lease, jobs)
+            loop = asyncio.get_running_loop()
+            deadline = loop.time() + policy.deadline_s
+            late = f"passed its deadline of {policy.deadline_s:g} s"
+            timer = loop.call_at(deadline, self._end, lease.id, late)
+            jobs = [self._episode(policy, lease, name, m, sampling, split, deadline) for m in range(group_size)]
+            try:
+                episodes = await self._together(lease, jobs)
+            finally:
+                timer.cancel()
         return Group(
             id=name,
             policy=policy.name,
             slot=lease.slot,
             attempt=lease.attempt,
             task=lease.task,
-            episodes=tuple(episodes),
+            episodes=episodes,
         )
 
     async def abort(self, lease_ids: Sequence[str]) -> None:
@@ -123,8 +128,12 @@ class Sampler:
         if requests and self._abort_requests is not None:
             await self._abort_requests(requests)
         for lease in lease_ids:
-            for task in self._running.get(lease, ()):
-                self._aborted.add(task)
+            self._end(lease, "aborted")
+
+    def _end(self, lease: str, why: str) -> None:
+        for task in self._running.get(lease, ()):
+            if task not in self._ended:
+                self._ended[task] = why
                 task.cancel()
 
     async def close(self) -> None:
@@ -133,9 +142,10 @@ class Sampler:
         for scorer in self._scorers.values():
             await scorer.close()
 
-    async def _together(self, lease: Lease, jobs: Sequence[Any]) -> tuple[Episode, ...]:
+    async def _together(self, lease: Lease, jobs: Sequence[Coroutine[Any, Any, Episode]]) -> tuple[Episode, ...]:
         """All at once; the first error cancels the siblings and surfaces with its own text."""
-        tasks = [asyncio.ensure_future(self._tracked(lease, job)) for job in jobs]
+        tasks = [asyncio.ensure_future(job) for job in jobs]
+        self._running[lease.id] = tasks
         try:
             return tuple(await asyncio.gather(*tasks))
         except BaseException:
@@ -143,29 +153,26 @@ class Sampler:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
-
-    async def _tracked(self, lease: Lease, job: Awaitable[Episode]) -> Episode:
-        task = asyncio.current_task()
-        assert task is not None
-        running = self._running.setdefault(lease.id, set())
-        running.add(task)
-        try:
-            return await job
         finally:
-            running.discard(task)
-            self._aborted.discard(task)
-            if not running:
-                self._running.pop(lease.id, None)
+            del self._running[lease.id]
+            for task in tasks:
+                self._ended.pop(task, None)
 
     # --- one episode -------------------------------------------------------------------------------------------------
 
     async def _episode(
-        self, policy: SamplingPolicy, lease: Lease, group: str, member: int, sampling: Sampling, split: str
+        self,
+        policy: SamplingPolicy,
+        lease: Lease,
+        group: str,
+        member: int,
+        sampling: Sampling,
+        split: str,
+        deadline: float,
     ) -> Episode:
         task, env = lease.task, policy.envs[lease.env]
         name = episode_id(group, member)
         path = (task.id, lease.attempt, member)
-        deadline = asyncio.get_running_loop().time() + policy.deadline_s
         session = Session(
             id=name,
             policy=policy.name,
@@ -182,32 +189,27 @@ class Sampler:
         fields: dict[str, Any] = {
             "renderer": policy.renderer,
             "sampling": sampling,
-            "rng": generator(self._seed, policy.name, "episode", *path),
+            "make_rng": lambda: generator(self._seed, policy.name, "episode", *path),
             "split": split,
             "deadline_s": policy.deadline_s,
             "scorers": self._scorers,
         }
         try:
-            async with asyncio.timeout_at(deadline):
-                if lease.env in self._multi_turn[policy.name]:
-                    score = await cast("MultiTurn", env).episode(task, session, EpisodeContext(**fields))
-                    trajectories = session.trajectories()
-                else:
-                    turn = await session.sample()
-                    trajectories = session.trajectories()
-                    context = EpisodeContext(**fields, text=turn.text, finish=turn.finish, trajectories=trajectories)
-                    score = await env.score(task, context)
+            if lease.env in self._multi_turn[policy.name]:
+                score = await cast("MultiTurn", env).episode(task, session, _context(fields))
+                trajectories = session.trajectories()
+            else:
+                turn = await session.sample()
+                trajectories = session.trajectories()
+                fields |= {"text": turn.text, "finish": turn.finish, "trajectories": trajectories}
+                score = await env.score(task, _context(fields))
             return _finished(policy, name, member, task, trajectories, score)
-        except TimeoutError as error:
-            late = asyncio.get_running_loop().time() >= deadline
-            why = f"passed its deadline of {policy.deadline_s:g} s" if late else _reason(error)
-            return _failed(name, member, task, why)
         except asyncio.CancelledError:
             current = asyncio.current_task()
-            if current is None or current not in self._aborted:
+            if current is None or current not in self._ended:
                 raise
             current.uncancel()
-            return _failed(name, member, task, "aborted")
+            return _failed(name, member, task, self._ended[current])
         except Exception as error:
             cause = session.failure
             if cause is not None and _stops(cause):
@@ -239,6 +241,21 @@ class Sampler:
             return completion, extra
 
         return generate
+
+
+class _Context(EpisodeContext):
+    """Makes `rng` when it is first asked for: most environments never do, and it is the dearest field by far."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "rng":
+            raise AttributeError(name)
+        return self.__dict__.setdefault("rng", self.__dict__["make_rng"]())
+
+
+def _context(fields: Mapping[str, Any]) -> EpisodeContext:
+    context = object.__new__(_Context)
+    context.__dict__.update(fields)
+    return context
 
 
 def _stops(error: BaseException) -> bool:

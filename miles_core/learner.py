@@ -27,7 +27,7 @@ from miles_core import aggregation, measures
 from miles_core.columns import CORE_COLUMNS, Array, Batch, ColumnSpec, Level, collate
 from miles_core.contracts.learning import Output, Stage, TermInfo, UpdateResult
 from miles_core.errors import CombinationError, LearnerError
-from miles_core.records import Group, Metric, Status
+from miles_core.records import Episode, Finish, Group, Metric, Status
 from miles_core.seeds import generator
 
 if TYPE_CHECKING:
@@ -64,7 +64,8 @@ class Learner:
 
     `stages`: field -> built stages in config order. `terms`: what the trainer declared. `specs`: every column that
     trajectories may carry (core's and extensions'). `max_new_tokens` is L of the aggregation `constant` where
-    `algorithm.constant_length` is null. Raises `CombinationError` where the parts cannot work together.
+    `algorithm.constant_length` is null. `changed` says whether the last step changed any weights. Raises
+    `CombinationError` where the parts cannot work together.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Learner:
         max_new_tokens: int | None = None,
     ) -> None:
         self.policy = policy
+        self.changed = False
         self._seed = run_seed
         self._keys = policy.algorithm.keys
         self._stages = [(phase, name, stage) for phase in PHASES for name, stage in stages.get(phase, ())]
@@ -128,14 +130,16 @@ class Learner:
         return tuple(passes[name] for name in sorted(passes))
 
     async def step(self, step: int, groups: Sequence[Group]) -> dict[str, Metric]:
-        """Consume one step's groups. Metrics are (numerator, denominator) under `rollout/…` and `train/…`.
+        """Consume one step's groups. Metrics are (numerator, denominator): `train/…`, and under `rollout/…`
+        what penalties and `drop_group` did (the loop itself reports rewards, lengths and lag).
 
         Raises `LearnerError` naming the trajectory where a value is not finite at a trainable unit.
         """
         groups = sorted(groups, key=lambda g: (g.slot, g.id))
-        metrics = {f"rollout/{name}": value for name, value in measures.rollout(groups).items()}
+        metrics: dict[str, Metric] = {}
+        self.changed = False
         if self._keys.truncated == "drop_group":
-            kept = [g for g in groups if not any(measures.truncated(e) for e in g.episodes)]
+            kept = [g for g in groups if not any(_truncated(e) for e in g.episodes)]
             metrics["rollout/dropped_groups"] = (float(len(groups) - len(kept)), 1.0)
             groups = kept
         batch = collate(self.policy.name, step, groups, self._specs)
@@ -156,7 +160,7 @@ class Learner:
     def _exclude(self, batch: Batch, groups: Sequence[Group]) -> Batch:
         episodes = [e for g in groups for e in g.episodes]
         failed = np.array([e.status == Status.FAILED for e in episodes])
-        cut_off = np.array([measures.truncated(e) for e in episodes])
+        cut_off = np.array([_truncated(e) for e in episodes])
         excluded = failed | cut_off if self._keys.truncated == "mask" else failed
         uncounted = failed if self._keys.excluded_count_in_baseline else excluded
         return batch.with_columns(
@@ -269,19 +273,18 @@ class Learner:
                 )
             else:
                 norms += float(result.grad_norm)
-            for name, (num, den) in result.metrics.items():
-                old = metrics.get(name)
-                if old is None:
-                    metrics[name] = (num, den)
-                elif name.rpartition("/")[2].startswith("max_"):
-                    metrics[name] = (max(old[0], num), den)
-                else:
-                    metrics[name] = (old[0] + num, old[1] + den)
+            measures.add(metrics, result.metrics)
+        self.changed = updates > skipped
         found = {f"train/{name}": value for name, value in metrics.items()}
         found["train/skipped_updates"] = (float(skipped), 1.0)
-        if updates > skipped:
+        if self.changed:
             found["train/grad_norm"] = (norms, float(updates - skipped))
         return found
+
+
+def _truncated(episode: Episode) -> bool:
+    """Whether an episode ran out of tokens anywhere: said by its status or by an engine's finish reason."""
+    return episode.status == Status.TRUNCATED or any(t.finish == Finish.LENGTH for t in episode.trajectories)
 
 
 def _check_stages(policy: str, stages: Stages) -> None:

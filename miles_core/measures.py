@@ -1,4 +1,4 @@
-"""What a step measures on its batch, as (numerator, denominator): training against sampling, rewards, lengths.
+"""Metrics of a training step as (numerator, denominator): how they add up, and training against sampling.
 
 Mismatch is trainer against engine, log w = π_p − π_b, over all trainable sampled tokens of the step, m before
 rejection: mean and maximum of |log w|, k3(π_b‖π_p) = mean(w − 1 − log w), ESS = (Σw)² / (n Σw²).
@@ -6,14 +6,29 @@ rejection: mean and maximum of |log w|, k3(π_b‖π_p) = mean(w − 1 − log w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
 from miles_core.columns import Array, Batch
-from miles_core.records import Episode, Finish, Group, Metric, Origin, Status
+from miles_core.records import Metric, Origin
 
+#: The argument of every `exp` is clamped to this range; beyond it the gradient is zero.
 EXP_LIMIT = 20.0
+#: Metric names whose last part starts so are combined by the maximum, not by the sum.
+MAX_PREFIX = "max_"
+
+
+def is_max(name: str) -> bool:
+    """Whether this metric's numerators are combined by the maximum."""
+    return name.rpartition("/")[2].startswith(MAX_PREFIX)
+
+
+def add(total: dict[str, Metric], more: Mapping[str, Metric]) -> None:
+    """Add the metrics of a further update to `total`, in place."""
+    for name, (num, den) in more.items():
+        old = total.get(name, (num, den) if is_max(name) else (0.0, 0.0))
+        total[name] = (max(old[0], num), den) if is_max(name) else (old[0] + num, old[1] + den)
 
 
 def mismatch(proximal: Array, behaviour: Array, mask: Array) -> dict[str, Metric]:
@@ -40,43 +55,3 @@ def batch_mismatch(batch: Batch) -> dict[str, Metric]:
     if "origin" in columns:  # the token axis: demonstrations have no behaviour
         mask = mask & (columns["origin"] == Origin.SAMPLED)
     return mismatch(columns["proximal_logprobs"], columns["behaviour_logprobs"], mask)
-
-
-def rollout(groups: Sequence[Group]) -> dict[str, Metric]:
-    """What was sampled: reward and its components per rewarded episode, tokens per trajectory, shares of episodes."""
-    episodes = [e for g in groups for e in g.episodes]
-    rewarded = [e for e in episodes if e.reward is not None and e.status is not Status.FAILED]
-    rows = [t for e in episodes for t in e.trajectories]
-    sampled = [float(sum(s.end - s.start for s in t.spans)) for t in rows]
-    found: dict[str, Metric] = {
-        "episodes": (float(len(episodes)), 1.0),
-        "failed": (float(sum(e.status is Status.FAILED for e in episodes)), float(len(episodes))),
-        "truncated": (float(sum(truncated(e) for e in episodes)), float(len(episodes))),
-    }
-    if rewarded:
-        rewards = np.array([float(e.reward or 0.0) for e in rewarded])
-        found["reward"] = (float(rewards.sum()), float(len(rewards)))
-        found["reward_std"] = (float(rewards.std()), 1.0)
-        equal = sum(_all_equal([e.reward for e in g.episodes if e.reward is not None]) for g in groups)
-        found["groups_all_equal"] = (float(equal), float(len(groups)))
-        for name in sorted({key for e in rewarded for key in e.components}):
-            values = [e.components[name] for e in rewarded if name in e.components]
-            found[f"reward.{name}"] = (float(np.sum(values)), float(len(values)))
-    if any(sampled):
-        found["tokens"] = (float(np.sum(sampled)), float(len(sampled)))
-        found["max_tokens"] = (float(np.max(sampled)), 1.0)
-    return found
-
-
-def truncated(episode: Episode) -> bool:
-    """Whether an episode ran out of tokens anywhere: said by its status or by an engine's finish reason."""
-    return episode.status == Status.TRUNCATED or any(t.finish == Finish.LENGTH for t in episode.trajectories)
-
-
-def all_equal(values: Array) -> bool:
-    """max − min ≤ 1e-6 · max(1, max|R|): a group without a signal."""
-    return bool(len(values) == 0 or np.ptp(values) <= 1e-6 * max(1.0, float(np.abs(values).max())))
-
-
-def _all_equal(values: Sequence[float | None]) -> bool:
-    return all_equal(np.array(values, np.float64))

@@ -1,8 +1,9 @@
 """Shared formulas in NumPy, for stages: advantages, whitening, KL estimators, denominators, mismatch.
 
 Statistics are float64 and global over the batch that a stage is given. Grouping is by group identity, never by
-position, and sums are exactly rounded, so the order of episodes changes no bit. Importing this module does not import torch. An episode whose
-reward is NaN (failed, not rewarded, or excluded from the baseline) is in no statistic and gets the advantage NaN.
+position, and sums are exactly rounded, so the order of episodes changes no bit. Importing this module does not import
+torch. An episode whose reward is NaN (failed, not rewarded, or excluded from the baseline) is in no statistic and gets
+the advantage NaN.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 
 from miles_core.aggregation import compile_weights, cut, take_groups, with_weights
 from miles_core.columns import Array, Batch
-from miles_core.measures import all_equal, batch_mismatch, mismatch
+from miles_core.measures import EXP_LIMIT, batch_mismatch, mismatch
 
 __all__ = [
     "all_equal",
@@ -31,8 +32,12 @@ __all__ = [
     "with_weights",
 ]
 
-EXP_LIMIT = 20.0
 Estimator = Literal["k1", "k2", "k3", "low_var"]
+
+
+def all_equal(values: Array) -> bool:
+    """max − min ≤ 1e-6 · max(1, max|R|): a group without a signal."""
+    return bool(len(values) == 0 or np.ptp(values) <= 1e-6 * max(1.0, float(np.abs(values).max())))
 
 
 def group_advantages(

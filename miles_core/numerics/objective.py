@@ -28,15 +28,24 @@ import numpy as np
 
 from miles_core.contracts.learning import LOGPROBS, BoundTerm, Output, Tensor, TermLevel, TermOutput, View
 from miles_core.errors import LearnerError
+from miles_core.measures import EXP_LIMIT, is_max
 from miles_core.records import Metric, Origin
 
 if TYPE_CHECKING:
     from miles_core.columns import Batch
 
-#: The argument of every `exp` is clamped to this range; beyond it the gradient is zero.
-EXP_LIMIT = 20.0
-#: Metric names whose last part starts so are combined by the maximum, not by the sum.
-MAX_PREFIX = "max_"
+__all__ = [
+    "EXP_LIMIT",
+    "Summand",
+    "Sums",
+    "ViewAt",
+    "accumulate",
+    "evaluate",
+    "finish",
+    "is_max",
+    "skip_reason",
+    "summands",
+]
 
 #: Name -> (numerator, denominator), 0-d tensors or arrays, still to be added over micro-batches and ranks.
 Sums = dict[str, tuple[Tensor, Tensor]]
@@ -81,7 +90,7 @@ def evaluate(view_at: ViewAt, terms: Sequence[BoundTerm], trajectory_of: Callabl
         total = _f64(summand.counted).sum()
         for metric, value in summand.output.metrics.items():
             picked = _select(summand.counted > 0, _f64(_detach(value)))
-            if metric.rpartition("/")[2].startswith(MAX_PREFIX):
+            if is_max(metric):
                 sums[f"{name}/{metric}"] = (picked.max(), _zero(total))
             else:
                 sums[f"{name}/{metric}"] = ((picked * _f64(summand.counted)).sum(), total)
@@ -108,11 +117,6 @@ def accumulate(total: Sums, part: Mapping[str, tuple[Tensor, Tensor]]) -> None:
             total[name] = (_max(old[0], num), den)
         else:
             total[name] = (old[0] + num, old[1] + den)
-
-
-def is_max(name: str) -> bool:
-    """Whether this metric's numerators are combined by the maximum."""
-    return name.rpartition("/")[2].startswith(MAX_PREFIX)
 
 
 def finish(total: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Metric]:

@@ -81,8 +81,7 @@ def of_everything(catalogue: Catalogue) -> list[Finding]:
         for e, state in states.items()
         if state != "fits"
     ]
-    probed = probe_all([e for e in entries if states[e] == "fits"])
-    return findings + list(dict.fromkeys(f for rows in probed.values() for f in rows))
+    return findings + probe_all([e for e in entries if states[e] == "fits"])
 
 
 def of_file(file: Path, overrides: tuple[str, ...], catalogue: Catalogue) -> list[Finding]:
@@ -96,7 +95,7 @@ def of_file(file: Path, overrides: tuple[str, ...], catalogue: Catalogue) -> lis
         return [Finding(name=str(file), ok=False, finding=f"{error.code}: {error.message}", fix=error.fix)]
     findings = [Finding(name=str(file), ok=True, finding="well-formed"), _prepared(run_file, catalogue)]
     entries = list(dict.fromkeys(catalogue.find(p.kind, p.use) for p in run_file.parts()))
-    return findings + list(dict.fromkeys(f for rows in probe_all(entries).values() for f in rows))
+    return findings + probe_all(entries)
 
 
 def _prepared(run_file: RunFile, catalogue: Catalogue) -> Finding:

@@ -50,7 +50,7 @@ def plan(
     print("\ncapabilities")
     rows = capability_rows(run_file, catalogue)
     cells = [[r.asked_by, r.capability, ", ".join(r.offered_by) or "nobody", "yes" if r.met else "NO"] for r in rows]
-    print(table(["asked by", "needs", "offered by", "met"], cells))
+    print(table(["asked by", "needs", "offered by", "met"], cells) if cells else "nothing is asked for")
     try:
         match_capabilities(run_file, catalogue)
     except MilesError as error:
@@ -61,8 +61,8 @@ def plan(
 
     if not refused:
         try:
-            print("\nmodels")
-            print("\n".join(f"  {line}" for line in _models(run_file, catalogue, path)))
+            models = "\n".join(f"  {line}" for line in _models(run_file, catalogue, path))
+            print(f"\nmodels\n{models}")
         except MilesError as error:
             refused.append(error)
 

@@ -26,10 +26,10 @@ def plugins(
     if check:
         from miles_core.cli.probe import probe_all
 
-        fitting = [e for e in entries if states[e] == "fits"]
-        for entry, findings in zip(fitting, probe_all(fitting).values(), strict=True):
-            bad = next((f for f in findings if not f.ok), None)
-            states[entry] = "loads" if bad is None else f"broken: {bad.finding}"
+        fitting = {f"{e.kind}:{e.name}": e for e in entries if states[e] == "fits"}
+        for finding in probe_all(list(fitting.values())):
+            if finding.name in fitting and not states[fitting[finding.name]].startswith("broken"):
+                states[fitting[finding.name]] = "loads" if finding.ok else f"broken: {finding.finding}"
     rows = [
         {
             **{"kind": e.kind, "name": e.name, "distribution": e.distribution, "version": e.version},

@@ -1,7 +1,7 @@
-"""Load one plugin in a process of its own, and ask it for its health checks.
+"""Load plugins in processes of their own, and ask them for their health checks.
 
-`python -m miles_core.cli.probe KIND NAME` prints one JSON line; whatever the plugin does (exit, crash, hang) stays
-there. `probe` is the other side, with a deadline.
+`python -m miles_core.cli.probe KIND:NAME…` loads the names of one module and prints one JSON line; whatever the plugin
+does (exit, crash, hang) stays there. `probe` is the other side, with a deadline.
 """
 
 from __future__ import annotations
@@ -32,52 +32,62 @@ class Finding:
     fix: str = ""
 
 
-def probe(entry: Entry, deadline_s: float = DEADLINE_S) -> list[Finding]:
-    """Findings about one plugin: whether it loads, then what its health checks say."""
-    command = [sys.executable, "-m", "miles_core.cli.probe", entry.kind, entry.name]
-    name = f"{entry.kind}:{entry.name}"
+def probe(entries: Sequence[Entry], deadline_s: float = DEADLINE_S) -> list[Finding]:
+    """Findings about entries of one module: whether each loads, named `kind:name`, then what its health checks say."""
+    names = [f"{e.kind}:{e.name}" for e in entries]
+    command = [sys.executable, "-m", "miles_core.cli.probe", *names]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=deadline_s, env=environment, stdin=subprocess.DEVNULL
         )
     except subprocess.TimeoutExpired:
-        fix = f"upgrade or uninstall {entry.distribution}; importing a plugin must be quick"
-        return [Finding(name=name, ok=False, finding=f"did not load within {deadline_s:g} s", fix=fix)]
-    line = next((text for text in done.stdout.splitlines() if text.startswith(_MARK)), "")
-    if not line:
+        finding, fix = f"did not load within {deadline_s:g} s", "importing a plugin must be quick"
+    else:
+        line = next((text for text in done.stdout.splitlines() if text.startswith(_MARK)), "")
+        if line:
+            return [Finding(**row) for row in json.loads(line.removeprefix(_MARK))]
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        finding = f"its process ended with {done.returncode}: {last}"
-        return [Finding(name=name, ok=False, finding=finding, fix=f"upgrade or uninstall {entry.distribution}")]
-    return [Finding(**row) for row in json.loads(line.removeprefix(_MARK))]
+        finding, fix = (
+            f"its process ended with {done.returncode}: {last}",
+            "importing a plugin must not end the process",
+        )
+    fix = f"upgrade or uninstall {entries[0].distribution}; {fix}"
+    return [Finding(name=name, ok=False, finding=finding, fix=fix) for name in names]
 
 
-def probe_all(entries: Sequence[Entry]) -> dict[tuple[str, str], list[Finding]]:
-    """`probe` for each, a few at a time."""
+def probe_all(entries: Sequence[Entry]) -> list[Finding]:
+    """`probe` of every module that these entries name, a few at a time."""
+    modules: dict[tuple[str, str], list[Entry]] = {}
+    for entry in entries:
+        modules.setdefault((entry.distribution, entry.module), []).append(entry)
     with ThreadPoolExecutor(max_workers=max(2, os.cpu_count() or 1)) as pool:
-        return dict(zip([(e.kind, e.name) for e in entries], pool.map(probe, entries), strict=True))
+        return [finding for findings in pool.map(probe, modules.values()) for finding in findings]
 
 
-def look(kind: str, name: str) -> list[dict[str, Any]]:
+def look(names: Sequence[str]) -> list[dict[str, Any]]:
     """What the child process reports."""
     from miles_core.discovery import scan
     from miles_core.errors import MilesError
 
     catalogue = scan()
     rows = []
+    for name in names:
+        kind, _, plain = name.partition(":")
+        try:
+            catalogue.load(kind, plain)
+            rows.append({"name": name, "ok": True, "finding": "loads"})
+        except MilesError as error:
+            rows.append({"name": name, "ok": False, "finding": error.message, "fix": error.fix})
     try:
-        catalogue.load(kind, name)
-        rows.append({"name": f"{kind}:{name}", "ok": True, "finding": "loads"})
         for given in catalogue.pm.hook.miles_health_checks():
             for check, ok, finding, fix in given:
                 rows.append({"name": str(check), "ok": bool(ok), "finding": str(finding), "fix": str(fix)})
-    except MilesError as error:
-        rows.append({"name": f"{kind}:{name}", "ok": False, "finding": error.message, "fix": error.fix})
     except Exception as error:
         finding = f"a health check raised {type(error).__name__}: {error}"
-        rows.append({"name": f"{kind}:{name}", "ok": False, "finding": finding, "fix": "report it to its author"})
+        rows.append({"name": names[0], "ok": False, "finding": finding, "fix": "report it to its author"})
     return rows
 
 
 if __name__ == "__main__":
-    print(_MARK + json.dumps(look(sys.argv[1], sys.argv[2])), flush=True)
+    print(_MARK + json.dumps(look(sys.argv[1:])), flush=True)

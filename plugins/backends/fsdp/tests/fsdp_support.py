@@ -93,7 +93,7 @@ def random_groups(
                 rows.append(trajectory(f"t{g}/{e}/{leaf}", prompt, answer, sampling))
             if e and rng.random() < 0.3:
                 before = episodes[-1].trajectories[0].columns["tokens"]
-                rows[0] = trajectory(f"t{g}/{e}/0", prompt, before[len(prompt) :])
+                rows[0] = trajectory(f"t{g}/{e}/0", prompt, before[len(prompt) :], sampling)
             episodes.append(Episode(id=f"t{g}/{e}", member=e, trajectories=tuple(rows), reward=float(rng.random())))
         task = Task(id=f"t{g}", prompt="")
         made.append(Group(id=f"t{g}", policy="main", slot=g, attempt=0, task=task, episodes=tuple(episodes)))

@@ -151,7 +151,7 @@ def test_a_value_head_reads_the_position_before() -> None:
     start = int(batch.offsets[batch.trajectory_of_unit[unit]])
     tokens = torch.from_numpy(batch.columns["tokens"][start:unit].astype(np.int64))[None]
     want = module.value(module.lm.model(input_ids=tokens, use_cache=False)[0][0, -1])
-    assert float(found[unit]) == pytest.approx(float(want), abs=1e-5)
+    assert found[unit].item() == pytest.approx(want.item(), abs=1e-5)
     with pytest.raises(CapabilityError, match="gives \\['values'\\]"):
         made.outputs(module, batch, [LOGPROBS])
 
@@ -196,7 +196,7 @@ def test_drawn_weights_are_what_the_architecture_draws() -> None:
         elif name.endswith("bias"):
             assert (parameter == 0).all()
         else:
-            assert float(parameter.std()) == pytest.approx(0.02, rel=0.1)
+            assert parameter.std().item() == pytest.approx(0.02, rel=0.1)
 
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))

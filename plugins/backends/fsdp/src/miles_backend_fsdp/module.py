@@ -59,7 +59,7 @@ class CausalModule(nn.Module):
         hidden = self.lm.model(input_ids=tokens, position_ids=positions, use_cache=False, miles_rows=rows)[0]
         hidden = hidden.reshape(-1, hidden.shape[-1]).index_select(0, asked.predictors)
         if self.value is not None:
-            return {"values": self.value(hidden).float().squeeze(-1)}
+            return {"values": self.value(hidden).float().squeeze(-1).clone()}  # no view may leave a sharded module
         n = len(asked.predictors)
         step = max(1, self.logits_limit // self.lm.config.vocab_size)
         if n <= step:
@@ -83,7 +83,7 @@ class CausalModule(nn.Module):
             if asked.kept is not None:
                 found["logprobs"] = _kept_logprobs(logits, asked.targets, asked.kept)
             elif full is not None:
-                found["logprobs"] = full.gather(1, asked.targets[:, None]).squeeze(1)
+                found["logprobs"] = -functional.nll_loss(full, asked.targets, reduction="none")
             else:
                 found["logprobs"] = -functional.cross_entropy(logits, asked.targets, reduction="none")
         if full is not None and "entropy" in asked.names:

@@ -14,9 +14,12 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+_canonical = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode  # `dumps` builds one every time
+
+
 def derive(run_seed: int, policy: str, stream: str, *path: int | str) -> int:
     """A 64-bit unsigned seed for `stream`, e.g. `derive(7, "main", "sample", task_id, attempt, member, turn)`."""
-    text = json.dumps([run_seed, policy, stream, *path], separators=(",", ":"), ensure_ascii=False)
+    text = _canonical([run_seed, policy, stream, *path])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 

@@ -145,7 +145,7 @@ class Learner:
         batch = collate(self.policy.name, step, groups, self._specs)
         if batch.n_trajectories:
             batch = self._exclude(batch, groups)
-            batch = await self._score(batch)
+            batch = await self._score(batch, self.outputs)
             metrics |= {f"train/{name}": value for name, value in measures.batch_mismatch(batch).items()}
             batch = self._run_stages(batch, metrics)
             metrics |= await self._update(batch)
@@ -156,6 +156,15 @@ class Learner:
                 decay = role.decay if role.update == "ema" else 0.0
                 await self._trainer.blend(self.policy.name, name, role.init or "actor", decay)
         return metrics
+
+    async def evaluate(self, step: int, groups: Sequence[Group]) -> dict[str, Metric]:
+        """`eval/loss` of held-out demonstrations: −π summed over their trainable tokens, and how many those are."""
+        batch = collate(self.policy.name, step, groups, self._specs)
+        if not batch.n_trajectories:
+            return {"eval/loss": (0.0, 0.0)}
+        batch = await self._score(batch, (Output(name="logprobs"),))
+        picked = batch.columns["proximal_logprobs"][batch.columns["trainable"]]
+        return {"eval/loss": (-float(picked.sum(dtype=np.float64)), float(len(picked)))}
 
     def _exclude(self, batch: Batch, groups: Sequence[Group]) -> Batch:
         episodes = [e for g in groups for e in g.episodes]
@@ -171,12 +180,10 @@ class Learner:
             (),
         )
 
-    async def _score(self, batch: Batch) -> Batch:
-        if not self.outputs:
-            return batch
-        scored = dict(await self._trainer.score(batch, self.outputs))
+    async def _score(self, batch: Batch, outputs: tuple[Output, ...]) -> Batch:
+        scored = dict(await self._trainer.score(batch, outputs)) if outputs else {}
         columns: dict[str, Array] = {}
-        for output in self.outputs:
+        for output in outputs:
             source, name = _names(output)
             if source not in scored and name not in scored:
                 raise LearnerError(

@@ -98,7 +98,7 @@ columns = st.dictionaries(names, st.one_of(arrays, arrays.map(lambda a: a.ravel(
 
 
 @given(st.lists(columns, max_size=5))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_groups_come_back_bit_for_bit(found):
     """Any mix of columns, dtypes, byte orders, shapes (also empty ones), 0-d arrays and NumPy scalars."""
     before = group(*(trajectory(f"t{i}", **c) for i, c in enumerate(found)))
@@ -253,7 +253,7 @@ def test_a_tail_of_garbage_or_zeros_is_cut_off(folder):
 
 
 @given(st.integers(0, 10_000), st.integers(1, 255))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_a_flipped_byte_in_the_middle_is_refused(tmp_path_factory, where, flip):
     folder = tmp_path_factory.mktemp("journal")
     at = written(folder)

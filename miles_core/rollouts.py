@@ -14,7 +14,7 @@ import numpy as np
 
 from miles_core.records import Episode, Group, Message, Origin, Trajectory
 
-GROUPS_A_STEP = 2
+GROUPS_A_STEP = 4
 EPISODES_A_GROUP = 4
 
 

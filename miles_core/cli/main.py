@@ -24,6 +24,7 @@ COMMANDS = {
     "doctor": "miles_core.cli.doctor:doctor",
     "show": "miles_core.cli.show:show",
     "export": "miles_core.cli.export:export",
+    "conformance": "miles_core.cli.conformance:conformance",
 }
 
 

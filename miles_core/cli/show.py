@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +16,7 @@ from miles_core.errors import MissingExtraError, RunNotFoundError
 if TYPE_CHECKING:
     from miles_core.run import RunDir
 
+FEW = 12  # below so many points, numbers say more than a picture
 WIDTH, HEIGHT = 60, 10  # characters; a braille character holds 2 x 4 dots
 
 Curve = list[tuple[int, float]]
@@ -45,7 +47,7 @@ def show(
     for name in chosen:
         if name not in curves:
             raise RunNotFoundError(f"{run} has no metric {name!r}", fix="choose one of " + ", ".join(sorted(curves)))
-        console.print(Text(draw(name, curves[name])))
+        console.print(Text(draw(name, curves[name]) if len(curves[name]) >= FEW else listed(name, curves[name])))
     steps = sampled_steps(opened.path / "rollouts")
     wanted = [step] if step is not None else sorted({*steps[:1], *steps[-1:]})
     for one in wanted:
@@ -63,6 +65,11 @@ def read_curves(run: RunDir) -> dict[str, Curve]:
             if isinstance(value, dict) and value.get("value") is not None:
                 curves.setdefault(name, {})[line["step"]] = float(value["value"])
     return {name: sorted(points.items()) for name, points in curves.items()}
+
+
+def listed(name: str, curve: Curve) -> str:
+    """A short curve as numbers."""
+    return f"{name}: " + ", ".join(f"{value:.3f} (step {step})" for step, value in curve)
 
 
 def draw(name: str, curve: Curve, width: int = WIDTH, height: int = HEIGHT) -> str:
@@ -89,8 +96,19 @@ def _print_samples(console: Console, run: RunDir, step: int, count: int) -> None
     if not lines:
         raise RunNotFoundError(f"{run.path} has no rollouts of step {step}", fix="leave out --step to see which it has")
     console.print(f"\nrollouts of step {step}")
-    for line in lines[:count]:
-        console.print(Panel(Text(describe(line)), title=line["episode"], title_align="left"))
+    for line in _varied(lines)[:count]:
+        console.print(Panel(Text(describe(line)), title=Text(line["episode"]), title_align="left"))
+
+
+def _varied(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first episode of every group, then the second of every group, and so on."""
+    seen: Counter[str] = Counter()
+    ranked = []
+    for line in lines:
+        group = line["episode"].rpartition("/")[0]
+        ranked.append((seen[group], len(ranked), line))
+        seen[group] += 1
+    return [line for _, _, line in sorted(ranked, key=lambda row: row[:2])]
 
 
 def describe(line: dict[str, Any]) -> str:
@@ -99,7 +117,7 @@ def describe(line: dict[str, Any]) -> str:
     rows += [f"answer    {turn}" for turns in line["turns"] for turn in turns]
     if line["expected"] is not None:
         rows.append(f"expected  {line['expected']}")
-    rows += [f"{key:9} {value}" for key, value in line["info"].items()]
+    rows += [f"· {key:7} {value}" for key, value in line["info"].items()]
     rows += [f"{'+ ' + key:9} {value}" for key, value in line["components"].items()]
     reward = "none" if line["reward"] is None else f"{line['reward']:g}"
     detail = f"{line['status']}, {'/'.join(line['finish'])}, {sum(line['tokens'])} tokens"

@@ -52,8 +52,8 @@ class Ledger:
 
     def open_slots(self, policy: str) -> int:
         """Slots of consumed steps, claimed, buffered or leased: what the admission bound is compared with."""
-        book = self.books[policy]
-        return book.consumed * self.schedules[policy].groups_per_step + book.training()
+        slots = self.books[policy].slots
+        return slots.end - len(slots.holes)
 
     def next_slot(self, policy: str) -> int:
         """The lowest free slot."""

@@ -45,7 +45,7 @@ def test_bits_do_not_depend_on_neighbours_slots_or_moments(architecture: dict[st
 
 
 def test_the_faster_mode_draws_the_same_tokens_up_to_float_noise() -> None:
-    """Seeds decide: other order, other slots, other slot count; tokens agree while log-probabilities differ by noise."""
+    """Seeds decide: other order, other slots, other slot count; tokens agree, log-probabilities differ by noise."""
     architecture = ARCHITECTURES["llama"]
     model = model_of(architecture)
     asked = [request(f"r{i}", p, seed=i, max_new_tokens=20) for i, p in enumerate(ragged(10, 4))]

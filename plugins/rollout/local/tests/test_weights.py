@@ -55,7 +55,7 @@ def test_evidence_of_every_tensor_and_of_pieces(architecture: dict[str, Any]) ->
         layer = engine.slots.forward.layers[0]
         layer.qkv_weight.view(torch.int32)[engine.slots.forward.heads * engine.slots.forward.head_dim, 0] ^= 1
         assert (await port.evidence(version(0), [spec]))[spec.name] != (digest(tensor),)
-        with pytest.raises(WeightError, match="holds main@0.0, not main@0.1"):
+        with pytest.raises(WeightError, match=r"holds main@0\.0, not main@0.1"):
             await port.evidence(version(1), [spec])
         await engine.close()
 
@@ -112,7 +112,7 @@ def test_experts_under_checkpoint_names() -> None:
         assert found == {s.name: (digest(t),) for s, t in stream(model) if ".experts." in s.name}
         await port.begin(version(2))
         await port.load([pair for pair in bucket if ".3.up_proj" not in pair[0].name])
-        with pytest.raises(WeightError, match="mlp.experts.gate_up_proj"):
+        with pytest.raises(WeightError, match=r"mlp\.experts\.gate_up_proj"):
             await port.end(version(2))
         await engine.close()
 
@@ -163,7 +163,7 @@ def test_order_of_calls_and_missing_tensors() -> None:
             await port.load(stream(model))
         with pytest.raises(WeightError, match="without its begin"):
             await port.end(version(0))
-        with pytest.raises(WeightError, match="serves policy 'main'; the weights are other@0.0"):
+        with pytest.raises(WeightError, match=r"serves policy 'main'; the weights are other@0\.0"):
             await port.begin(version(0, "other"))
         await port.begin(version(0))
         with pytest.raises(WeightError, match="of 24 parameters did not come"):

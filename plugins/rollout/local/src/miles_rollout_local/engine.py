@@ -259,7 +259,7 @@ class LocalEngine:
                 "fit, so that an answer may follow",
                 fix="shorten the prompt, or raise rollout.max_length where the model allows it",
             )
-        if prompt.min() < 0 or prompt.max() >= len(self.slots.is_stop):
+        if prompt.view(np.uint64).max() >= len(self.slots.is_stop):  # a negative id is huge
             raise EngineError(
                 f"the prompt of request {request.id!r} holds a token outside the vocabulary of "
                 f"{len(self.slots.is_stop)}",

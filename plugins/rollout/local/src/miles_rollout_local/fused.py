@@ -30,8 +30,8 @@ class FusedForward:
         self.eps = settings.rms_norm_eps
         self.normed = hasattr(attention, "q_norm")
         self.invariant = invariant
-        probe = torch.zeros(1, max_length, 1, dtype=self.head.weight.dtype)
-        cos, sin = model.model.rotary_emb(probe, torch.arange(max_length)[None])
+        positions = torch.arange(-(-max_length // 16) * 16)  # constant shapes pad to whole blocks
+        cos, sin = model.model.rotary_emb(self.head.weight[:1, None], positions[None])
         # rotate_half(x) * sin == roll(x) * signed sin, with the first half's sign turned.
         half = self.head_dim // 2
         self.cos = cos[0, :, None]  # [positions, 1, head_dim]

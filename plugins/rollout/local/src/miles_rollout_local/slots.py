@@ -21,6 +21,7 @@ from miles_rollout_local.sampling import Kept, Knobs, sample, uniform
 
 Array = np.ndarray[Any, Any]
 _FIELDS = "temperature top_k top_p seed draw count limit length last tail".split()
+_PATIENCE_STEPS = 4
 
 
 class Forward(Protocol):
@@ -80,6 +81,7 @@ class Slots:
         self.version: Version | None = None
         self.waiting: deque[Job] = deque()
         self.jobs: list[Job] = []
+        self.patience = _PATIENCE_STEPS
         self.finished: list[tuple[Job, Completion | Exception]] = []
         self.is_stop = np.zeros(vocabulary, bool)
         self.is_stop[[i for i in stop_ids if 0 <= i < vocabulary]] = True
@@ -127,7 +129,7 @@ class Slots:
 
     def step(self) -> None:
         """Admit what fits, then decode one token for every running request."""
-        if self.waiting and len(self.jobs) < self.slots:
+        if self._should_admit():
             self._admit()
         n = len(self.jobs)
         if not n:
@@ -147,6 +149,18 @@ class Slots:
         logits = self.forward.decode(torch.from_numpy(s["last"][:run]), where, self.arena, span, mask)
         s["length"][:n] += 1
         self._emit(0, n, logits[:n])
+
+    def _should_admit(self) -> bool:
+        """A prefill costs about as much as a decode step: collect some free slots first, but for four steps at most."""
+        if not self.waiting:
+            self.patience = _PATIENCE_STEPS
+            return False
+        free = self.slots - len(self.jobs)
+        if free < min(len(self.waiting), max(1, self.slots // 8)) and self.jobs and self.patience > 0:
+            self.patience -= free > 0
+            return False
+        self.patience = _PATIENCE_STEPS
+        return free > 0
 
     def _admit(self) -> None:
         """Prefill waiting requests, each distinct context once, at most `prefill_tokens` between two decode steps."""

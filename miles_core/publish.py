@@ -76,7 +76,6 @@ class Publisher:
         self._connected: tuple[Any, ...] = ()
         self._specs: Sequence[TensorSpec] = ()
         self._last: Version | None = None
-        self.metrics: dict[str, tuple[float, float]] = {}  # of the last publication: seconds, bytes
         pool.gate.minimum = Evidence(str(sync_keys.verify))
         pool.gate.within = sync_keys.verify_within
         pool.min_engines = max(pool.min_engines, sync_keys.min_engines)
@@ -99,14 +98,14 @@ class Publisher:
             if self._on_serving is not None:
                 await self._on_serving(self.pool.state())
             nbytes = sum(receipt.nbytes for receipt in receipts.values())
-            seconds = time.perf_counter() - started
-            self.metrics = {
-                "sync/publish_s": (seconds, 1.0),
-                "sync/bytes": (float(nbytes), 1.0),
-                "sync/engines": (float(len(self.pool.gate.serving(version))), 1.0),
+            fields = {
+                "version": str(version),
+                "alias": not receipts,
+                "engines": list(self.pool.gate.serving(version)),
+                "bytes": nbytes,
+                "seconds": time.perf_counter() - started,
             }
-            fields = {"version": str(version), "alias": not receipts, "seconds": seconds, "bytes": nbytes}
-            self._on_event("published", fields)
+            self._on_event("weights_carried", fields)
             return receipts
 
     async def close(self) -> None:
@@ -283,10 +282,6 @@ class Publishers:
 
     async def publish(self, version: Version, changed: bool = True) -> Mapping[str, Receipt]:
         return await self._publishers[version.policy].publish(version, changed)
-
-    def metrics(self, policy: str) -> Mapping[str, tuple[float, float]]:
-        """Of the policy's last publication."""
-        return self._publishers[policy].metrics
 
     async def close(self) -> None:
         for publisher in self._publishers.values():

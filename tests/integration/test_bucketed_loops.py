@@ -1,4 +1,4 @@
-"""The bucketed transport in whole loops: the same bits as the toy transport, in one process and through shared memory."""
+"""The bucketed transport in whole loops: the same bits as the toy transport, in one process and through memory."""
 
 import pytest
 

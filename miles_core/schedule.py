@@ -342,11 +342,11 @@ class Loop:
             receipts = await self._within(self._publisher.publish(version, changed), f"publishing {version}")
             side.served, side.changed = version.number, False
         self._ledger.publish(version, receipts, changed)
-        if receipts and self._observers is not None:
-            self._observers.miles_on_weights(version=version, receipts=receipts)
-        self._reports.event(
-            "published", policy=side.name, version=str(version), changed=changed, engines=sorted(receipts)
-        )
+        if receipts:
+            told = {"policy": side.name, "version": str(version), "changed": changed, "engines": sorted(receipts)}
+            self._reports.event("published", step=version.number, **told)
+            if self._observers is not None:
+                self._observers.miles_on_weights(version=version, receipts=receipts)
         self._admit(side)
 
     def _evaluation_due(self, done: int) -> bool:
@@ -354,7 +354,7 @@ class Loop:
         return every is not None and (done % every == 0 or done == self._steps)
 
     async def _evaluate(self, done: int) -> bool:
-        """Evaluate every policy that can be; whether this is the best so far."""
+        """Evaluate every policy that can be; whether this is the best so far (mean reward over policies, or -loss)."""
         every = self._evaluation.every or 1
         attempt = done // every + (1 if done % every else 0)
         values: list[float] = []
@@ -383,8 +383,8 @@ class Loop:
             return False
         value = sum(values) / len(values)
         best = self._ledger.notes.get("best")
-        if best is not None and value <= best[1]:
-            return False
+        if done == 0 or (best is not None and value <= best[1]):
+            return False  # before the first step there is no checkpoint that could be the best
         self._ledger.notes["best"] = [done, value]
         return True
 

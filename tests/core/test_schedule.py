@@ -12,7 +12,7 @@ from miles_core.config.schema import EvalConfig, ScheduleConfig
 from miles_core.errors import CombinationError, DeadlineError, JournalError, RecordError, StarvedError
 from miles_core.history import check_history
 from miles_core.journal import read
-from miles_core.testing.simulation import Deadlock, Disk, Scenario, Simulation, digest
+from miles_core.testing.simulation import Deadlock, Disk, Scenario, Simulation, VirtualClock, digest
 
 SMALL = ScheduleConfig(groups_per_step=3, group_size=2)
 
@@ -63,7 +63,7 @@ def scenarios(draw):
 
 
 @given(scenarios())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_every_schedule_ends_and_keeps_its_promises(scenario):
     """No deadlock (the clock would raise), nothing twice, no token too old (the learner asserts), every lease ended."""
     with tempfile.TemporaryDirectory() as folder:
@@ -76,7 +76,7 @@ def test_every_schedule_ends_and_keeps_its_promises(scenario):
 
 
 @given(scenarios(), st.integers(0, 1000))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_on_policy_runs_do_not_depend_on_timing(scenario, timing):
     schedule = replace(scenario.schedule, max_staleness=0, order="slot", publish_every=1)
     ends = []
@@ -230,10 +230,9 @@ def test_evaluation_and_the_best_checkpoint(folder):
     rewards = {step: v["reward"] for step, side, v, _ in sim.metrics_seen if side == "eval"}
     assert sorted(rewards) == [0, 2, 4, 5]
     assert all(den == 5 for _, den in rewards.values())
-    best = max(rewards, key=lambda step: (rewards[step][0], -step))
+    best = max((2, 4, 5), key=lambda step: (rewards[step][0], -step))  # the first of the best; step 0 has no checkpoint
     assert result.best == (best, rewards[best][0] / 5)
-    if best:
-        assert sim.best == best and best in sim.checkpoints
+    assert sim.best == best and best in sim.checkpoints
     assert sim.ledger.books["main"].ended["evaluated"] == 20
 
 
@@ -342,17 +341,12 @@ def test_no_space_in_the_journal_stops_with_how_to_go_on(folder):
     proven(sim)
 
 
-def test_the_virtual_clock_notices_a_deadlock(folder):
-    sim = Simulation(Scenario(schedule=SMALL, steps=1), folder)
-
-    async def never(*args, **kwargs):
-        import asyncio
-
-        await asyncio.get_running_loop().create_future()
-
-    sim.sampler.run = never
-    with pytest.raises((Deadlock, DeadlineError)):
-        sim.run()
+def test_the_virtual_clock_notices_a_deadlock():
+    clock = VirtualClock()
+    never = clock.create_future()
+    with pytest.raises(Deadlock):
+        clock.run_until_complete(never)
+    clock.close()
 
 
 def test_digest_is_stable():

@@ -161,13 +161,16 @@ class Scenario:
 
 
 class Simulation:
-    """A run that may be killed and resumed. What survives a kill: the journal's folder, and `checkpoints`."""
+    """A run that may be killed and resumed. What survives a kill: the journal's folder, and `checkpoints`; those
+    survive the death of this very process where they are kept as files in the folder `keep`."""
 
-    def __init__(self, scenario: Scenario, folder: Path) -> None:
+    def __init__(self, scenario: Scenario, folder: Path, *, keep: Path | None = None) -> None:
         self.scenario = scenario
         self.folder = folder
         self.schedules = dict.fromkeys(scenario.policies, scenario.schedule)
-        self.checkpoints: dict[int, str] = {}
+        self.keep = keep
+        found = keep.glob("*.json") if keep is not None else ()
+        self.checkpoints: dict[int, str] = {int(path.stem): path.read_text() for path in found}
         self.best: int | None = None
         self.weights = {policy: digest("initial", policy) for policy in scenario.policies}
         self.served: dict[str, tuple[Version, int]] = {}
@@ -431,5 +434,9 @@ class _Checkpoint:
         assert weights == self.world.weights, "the trainer moved during a checkpoint"
         if not self.world.disk.dead:
             self.world.checkpoints[step] = text
+            if self.world.keep is not None:
+                draft = self.world.keep / f"{step}.draft"
+                draft.write_text(text)
+                draft.rename(self.world.keep / f"{step}.json")
             self.world.best = step if best else self.world.best
         return Path(f"step_{step:06d}")

@@ -1,7 +1,11 @@
 """Kills and failing disks: whatever happens, a resume trains nothing twice and leaves no lease without an end."""
 
 import json
+import random
+import subprocess
+import sys
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -256,3 +260,50 @@ def test_a_torn_journal_tail_costs_work_and_no_promise(cut):
         assert sim.run().status == "finished"
         proven(sim)
         assert (sim.weights, sim.trained) == (whole.weights, whole.trained)
+
+
+PROCESS = """
+import sys
+from pathlib import Path
+from miles_core.config.schema import ScheduleConfig
+from miles_core.testing.simulation import Scenario, Simulation
+schedule = ScheduleConfig(groups_per_step=3, group_size=2, max_leases_per_slot=1000)
+scenario = Scenario(schedule=schedule, steps=120, checkpoint_every=5, reject=0.3)
+here = Path(sys.argv[1])
+(here / "kept").mkdir(exist_ok=True)
+sim = Simulation(scenario, here / "journal", keep=here / "kept")
+print("go", flush=True)
+print(sim.run().status, sim.weights["main"], sim.ledger.lineage, flush=True)
+"""
+
+
+def start(folder):
+    process = subprocess.Popen([sys.executable, "-c", PROCESS, str(folder)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "go\n"
+    return process
+
+
+def rest(process):
+    """What it still says, until it ends."""
+    with process:
+        return process.stdout.read().split()
+
+
+def test_a_real_process_killed_for_real(tmp_path):
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+    began = time.perf_counter()
+    status, weights, _ = rest(start(tmp_path / "whole"))
+    took = time.perf_counter() - began
+    assert status == "finished"
+    chance = random.Random(0)
+    for _ in range(6):
+        process = start(tmp_path / "killed")
+        time.sleep(chance.uniform(0.0, 0.2 * took))
+        process.kill()
+        rest(process)
+    ended = rest(start(tmp_path / "killed"))
+    assert ended[:2] == ["finished", weights]
+    assert int(ended[2]) > 0  # lineages: it was really resumed
+    schedules = {"main": ScheduleConfig(groups_per_step=3, group_size=2)}
+    assert check_history(read(tmp_path / "killed" / "journal"), schedules, finished=True) == []

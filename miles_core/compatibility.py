@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from miles_core import __version__
@@ -16,6 +13,7 @@ from miles_core.contracts import backend, engine, environment, extension, launch
 from miles_core.discovery import CORE, Catalogue, Loaded, close
 from miles_core.errors import CapabilityError, LockError, MilesError, PluginContractError
 from miles_core.provider import Place
+from miles_core.treehash import distribution_hash
 
 if TYPE_CHECKING:
     from miles_core.config.schema import Part, RunFile
@@ -210,44 +208,6 @@ def _offering(capability: str, catalogue: Catalogue) -> Iterator[Any]:
 
 
 # --- the lock --------------------------------------------------------------------------------------------------------
-
-
-def tree_hash(modules: Iterable[str]) -> str:
-    """SHA-256 over the files of the top packages of `modules`: relative path and content, sorted, no bytecode.
-
-    An unimportable or vanished module counts as absent. Imports nothing but namespace packages.
-    """
-    digest = hashlib.sha256()
-    for root in sorted({root for module in modules for root in [_root(module)] if root}):
-        files = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.is_file())
-        for file in files:
-            if file.suffix in (".pyc", ".pyo") or "__pycache__" in file.parts:
-                continue
-            name = f"{root.name}/{file.relative_to(root).as_posix()}" if file != root else root.name
-            digest.update(f"{name}\0{hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
-    return digest.hexdigest()
-
-
-def _root(module: str) -> Path | None:
-    names = module.partition(":")[0].split(".")
-    for depth in range(1, len(names) + 1):
-        try:
-            spec = importlib.util.find_spec(".".join(names[:depth]))
-        except (ImportError, ValueError):
-            return None
-        if spec is None:
-            return None
-        if spec.origin is not None:  # a namespace package has none: look one level deeper
-            origin = Path(spec.origin)
-            return origin.parent if spec.submodule_search_locations is not None else origin
-    return None
-
-
-def distribution_hash(distribution: str, catalogue: Catalogue) -> str:
-    """`tree_hash` of all plugin modules of a distribution; of `miles_core` for core itself."""
-    if distribution == CORE:
-        return tree_hash(["miles_core"])
-    return tree_hash(e.module for e in catalogue.entries() if e.distribution == distribution)
 
 
 def plugin_lock(parts: Iterable[Part], catalogue: Catalogue) -> dict[str, Any]:

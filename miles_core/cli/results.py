@@ -17,7 +17,7 @@ def cache_folder() -> Path:
 
 
 def _file(entry: Entry, catalogue: Catalogue) -> Path:
-    from miles_core.compatibility import distribution_hash
+    from miles_core.treehash import distribution_hash
 
     tree = distribution_hash(entry.distribution, catalogue)
     return cache_folder() / f"{entry.distribution}-{entry.version}-{tree[:16]}.json"

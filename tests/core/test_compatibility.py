@@ -13,12 +13,12 @@ from miles_core.compatibility import (
     match_capabilities,
     members,
     plugin_lock,
-    tree_hash,
 )
 from miles_core.config.compose import load
 from miles_core.discovery import Loaded
 from miles_core.errors import CapabilityError, LockError, PluginContractError
 from miles_core.provider import Place, Provider
+from miles_core.treehash import tree_hash
 
 BASE = """
 model: {use: causal-lm, source: ./tiny}

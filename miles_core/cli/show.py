@@ -103,7 +103,7 @@ def _print_samples(console: Console, run: RunDir, step: int, count: int) -> None
 def _varied(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The first episode of every group, then the second of every group, and so on."""
     seen: Counter[str] = Counter()
-    ranked = []
+    ranked: list[tuple[int, int, dict[str, Any]]] = []
     for line in lines:
         group = line["episode"].rpartition("/")[0]
         ranked.append((seen[group], len(ranked), line))

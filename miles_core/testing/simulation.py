@@ -236,6 +236,11 @@ class Simulation:
             self.weights = {p: saved["weights"].get(p, digest("initial", p)) for p in self.schedules}
             self.ledger = Ledger.resume(saved["ledger"], journal, self.schedules)
             self.trained = [t for t in self.trained if t[1] < self.ledger.books[t[0]].consumed]
+            for policy, book in self.ledger.books.items():
+                for entry in self.ledger.waiting(policy):
+                    assert entry.versions is None or entry.versions[1] <= book.consumed, (
+                        "kept, though of a void version"
+                    )
         self.invariants()
         loop = Loop(
             policies=[self._setup(policy, share) for policy, share in self.scenario.policies.items()],

@@ -268,7 +268,7 @@ from pathlib import Path
 from miles_core.config.schema import ScheduleConfig
 from miles_core.testing.simulation import Scenario, Simulation
 schedule = ScheduleConfig(groups_per_step=3, group_size=2, max_leases_per_slot=1000)
-scenario = Scenario(schedule=schedule, steps=120, checkpoint_every=5, reject=0.3)
+scenario = Scenario(schedule=schedule, steps=40, checkpoint_every=5, reject=0.3)
 here = Path(sys.argv[1])
 (here / "kept").mkdir(exist_ok=True)
 sim = Simulation(scenario, here / "journal", keep=here / "kept")
@@ -297,7 +297,7 @@ def test_a_real_process_killed_for_real(tmp_path):
     took = time.perf_counter() - began
     assert status == "finished"
     chance = random.Random(0)
-    for _ in range(6):
+    for _ in range(4):
         process = start(tmp_path / "killed")
         time.sleep(chance.uniform(0.0, 0.2 * took))
         process.kill()

@@ -181,7 +181,7 @@ def _build(config: ConsoleConfig, context: BuildContext) -> ConsoleTracker:
 
     console = Console()
     live = console.is_terminal if config.style == Style.auto else config.style == Style.live
-    return ConsoleTracker(console, tuple(context.run.policies), live=live, every=config.every)
+    return ConsoleTracker(console, tuple(context.run.policies) or (context.policy,), live=live, every=config.every)
 
 
 @hookimpl

@@ -190,7 +190,7 @@ def test_several_policies_are_told_apart():
 
 
 def test_provider():
-    context = SimpleNamespace(run=SimpleNamespace(policies={"main": None}))
+    context = SimpleNamespace(run=SimpleNamespace(policies={}), policy="main")
     provider = console_module.miles_tracker()
     assert provider.build(ConsoleConfig(style=Style.live), context)._live
     assert not provider.build(ConsoleConfig(style=Style.plain), context)._live

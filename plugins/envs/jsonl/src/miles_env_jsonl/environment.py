@@ -35,7 +35,8 @@ def build(config: JsonlConfig, context: BuildContext) -> JsonlEnvironment:
     base = context.run.run.folder
     folders = tuple(dict.fromkeys(Path(f).resolve() for f in (base, Path.cwd()) if f is not None))
     function = None if config.reward is None else reward.load(config.reward, folders)
-    demonstrated = context.run.policies[context.policy].algorithm.keys.episodes == EpisodeSource.demonstrations
+    policy = context.run.policies.get(context.policy)
+    demonstrated = policy is not None and policy.algorithm.keys.episodes == EpisodeSource.demonstrations
     needs = Needs(
         answer=not demonstrated and (function is None or reward.needs_answer(function)), demonstration=demonstrated
     )

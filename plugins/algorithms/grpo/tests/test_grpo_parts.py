@@ -278,3 +278,31 @@ def test_every_key_of_a_preset_exists_in_the_part_it_names(name):
         found = provider(hook, tree[field]["use"])
         assert found.field == field
         found.config(**options)
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("clip", c.ClipConfig()),
+        ("clip", c.ClipConfig(dual=3.0, hi=0.4)),
+        ("clip", c.ClipConfig(level=c.Level.sequence, lo=0.05)),
+        ("reinforce", c.ReinforceConfig()),
+        ("kl", c.KlConfig()),
+        ("kl", c.KlConfig(estimator=c.Estimator.k1, unbiased=True)),
+        ("kl", c.KlConfig(estimator=c.Estimator.low_var)),
+        ("entropy", c.EntropyConfig()),
+    ],
+)
+def test_gradients_are_those_of_finite_differences(name, config):
+    rng = np.random.default_rng(7)
+    trainable = np.array([False, True, True, False, True, True])
+    columns = {k: rng.normal(size=6) for k in ("advantages", "proximal_logprobs", "reference.logprobs")}
+    batch = batch_of([3, 3], [0, 0], trainable, **columns)
+    built = term(name, config)
+
+    def value(logprobs, entropy):
+        made = {"logprobs": logprobs, "entropy": entropy}
+        return built(MicroView(batch, lambda output: made[output.name])).value.sum()
+
+    given = [torch.from_numpy(rng.normal(size=6)).requires_grad_() for _ in range(2)]
+    assert torch.autograd.gradcheck(value, given, eps=1e-6, atol=1e-7)

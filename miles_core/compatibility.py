@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 _C, _S, _T, _E = Place.CONTROLLER, Place.SAMPLER, Place.TRAINER, Place.ENGINE
 
+#: A stage requires it where it compares the episodes of a group. No part offers it: `config/rules.py` judges it.
+SIBLINGS = "siblings"
+
 #: The Protocol of each (kind, place). A preset's product is a tree, an extension's has optional methods: both below.
 PROTOCOLS: dict[tuple[str, Place], type] = {
     **{("rollout", place): engine.Engine for place in (_C, _S)},
@@ -187,7 +190,8 @@ def _offered(part: Part, catalogue: Catalogue) -> frozenset[str]:
 
 def _requirements(run_file: RunFile, catalogue: Catalogue) -> Iterator[tuple[str, str]]:
     for part in _built(run_file):
-        for capability in sorted(catalogue.load(part.kind, part.use).provider.required(part.options)):
+        required = catalogue.load(part.kind, part.use).provider.required(part.options)
+        for capability in sorted(required - {SIBLINGS}):
             yield _label(part), capability
     for policy in run_file.policies.values():
         if policy.algorithm.keys.episodes == "sampled":

@@ -5,38 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from miles_core.config import layers, schema
 from miles_core.config.binding import bind, fields_of, plain, show, unknown_key
-from miles_core.config.layers import (
-    ALGORITHM_KEYS,
-    CORE_KEYS,
-    PLURAL,
-    SINGULAR,
-    Leaf,
-    Tree,
-    chosen,
-    instances,
-    merge,
-    origins_of,
-    removed,
-    section_at,
-    unwrap,
-    wrap,
-)
-from miles_core.config.schema import (
-    FIELD_OF_PROVIDER,
-    PART_FIELDS,
-    Algorithm,
-    AlgorithmKeys,
-    EvalConfig,
-    OptimizerConfig,
-    Part,
-    Policy,
-    RoleConfig,
-    RunConfig,
-    RunFile,
-    ScheduleConfig,
-    TermKeys,
-)
+from miles_core.config.layers import Leaf, Tree, chosen, instances, section_at, unwrap
+from miles_core.config.schema import Algorithm, Part, Policy, RoleConfig, RunFile
 from miles_core.discovery import Catalogue
 from miles_core.errors import CombinationError, ConfigError, ConfigTypeError, MilesError, PluginContractError
 
@@ -77,8 +49,8 @@ class Binder:
                     f"{key!r} stands beside `policies`; each policy has its own",
                     fix=f"move it to policies.<name>.{key}",
                 )
-        run, run_tree = self.core(RunConfig, draft, "run")
-        evaluation, eval_tree = self.core(EvalConfig, draft, "eval")
+        run, run_tree = self.core(schema.RunConfig, draft, "run")
+        evaluation, eval_tree = self.core(schema.EvalConfig, draft, "eval")
         tree: dict[str, Any] = {"run": run_tree, "eval": eval_tree}
         policies: dict[str, Policy] = {}
         if plural:
@@ -98,8 +70,8 @@ class Binder:
             sync, tree["sync"] = self.part(("sync",), "", transport, "sync")
         launcher, tree["launcher"] = self.needed(draft, "launcher")
         many = {key: self.several(draft, "", key, "", tree) for key in ("trackers", "scorers", "extensions")}
-        origins = origins_of(draft)
-        leaves = origins_of(wrap(tree, "default"))
+        origins = layers.origins_of(draft)
+        leaves = layers.origins_of(layers.wrap(tree, "default"))
         return RunFile(
             run=run,
             eval=evaluation,
@@ -120,12 +92,12 @@ class Binder:
     def needed(self, scope: Tree, key: str, prefix: str = "") -> tuple[Part, dict[str, Any]]:
         section = section_at(scope, key, prefix + key)
         if section is None:
-            installed = ", ".join(self.catalogue.names(SINGULAR[key])) or "none"
+            installed = ", ".join(self.catalogue.names(layers.SINGULAR[key])) or "none"
             raise ConfigError(
                 f"the run file has no section {prefix}{key}; installed {key} plugins: {installed}",
                 fix=f"add `{key}: {{use: …}}`",
             )
-        return self.part((SINGULAR[key],), "", section, prefix + key)
+        return self.part((layers.SINGULAR[key],), "", section, prefix + key)
 
     def several(self, scope: Tree, one: str, many: str, prefix: str, tree: dict[str, Any]) -> dict[str, Part]:
         """The instances of a plural section, or of its singular form; adds their trees to `tree`."""
@@ -136,14 +108,16 @@ class Binder:
                 f"{prefix}{one} and {prefix}{many} stand side by side", fix=f"name every instance in {prefix}{many}"
             )
         if section is not None:
-            part, tree[one] = self.part((PLURAL[many],), "", section, prefix + one)
+            part, tree[one] = self.part((layers.PLURAL[many],), "", section, prefix + one)
             return {part.name: part}
         parts: dict[str, Part] = {}
         for name, instance in found.items():
             at = f"{prefix}{many}.{name}"
-            parts[name], plain_tree = self.part((PLURAL[many],), name, instance, at, named=True)
+            parts[name], plain_tree = self.part((layers.PLURAL[many],), name, instance, at, named=True)
             tree.setdefault(many, {})[name] = plain_tree
-        for name in removed(scope, many):  # said again, or a default would come back when the tree is read as a file
+        for name in layers.removed(
+            scope, many
+        ):  # said again, or a default would come back when the tree is read as a file
             tree.setdefault(many, {})[name] = None
         return parts
 
@@ -168,10 +142,10 @@ class Binder:
             )
         algorithm, tree["algorithm"] = self.algorithm(scope, prefix)
         if algorithm.keys.episodes == "demonstrations":  # one reference answer a task, unless the file says otherwise
-            scope = merge({"schedule": {"group_size": Leaf(1, "default")}}, scope)
-        schedule, tree["schedule"] = self.core(ScheduleConfig, scope, "schedule", prefix)
+            scope = layers.merge({"schedule": {"group_size": Leaf(1, "default")}}, scope)
+        schedule, tree["schedule"] = self.core(schema.ScheduleConfig, scope, "schedule", prefix)
         roles = self.roles(scope, prefix, tree)
-        scope = merge({"renderer": {"use": Leaf("text", "default")}}, scope)
+        scope = layers.merge({"renderer": {"use": Leaf("text", "default")}}, scope)
         renderer, tree["renderer"] = self.needed(scope, "renderer", prefix)
         policy = Policy(
             name=name,
@@ -199,7 +173,7 @@ class Binder:
         for name, section in {**sections, "actor": actor}.items():
             roles[name] = bind(RoleConfig, unwrap(section), f"{prefix}roles.{name}")
             if name == "actor":
-                trained = bind(OptimizerConfig, unwrap(optimizer or {}), f"{prefix}optimizer")
+                trained = bind(schema.OptimizerConfig, unwrap(optimizer or {}), f"{prefix}optimizer")
                 roles[name] = replace(roles[name], optimizer=trained)
             role = plain(roles[name])
             settings = role.pop("optimizer")
@@ -225,19 +199,19 @@ class Binder:
                 fix="add `algorithm: {use: …}`, or name its parts: `algorithm: {loss: …}`",
             )
         preset = chosen(section, path)
-        known = fields_of(AlgorithmKeys)
-        own = {k: unwrap(v) for k, v in section.items() if k not in ALGORITHM_KEYS}
+        known = fields_of(schema.AlgorithmKeys)
+        own = {k: unwrap(v) for k, v in section.items() if k not in layers.ALGORITHM_KEYS}
         tree: dict[str, Any] = {}
         if preset is not None:
             provider = self.catalogue.load("algorithm", preset).provider
-            tree = {"use": preset, **plain(bind(provider.config, own, path, also=sorted(ALGORITHM_KEYS)))}
+            tree = {"use": preset, **plain(bind(provider.config, own, path, also=sorted(layers.ALGORITHM_KEYS)))}
         elif own:
-            raise unknown_key(path, next(iter(own)), sorted(ALGORITHM_KEYS))
-        keys = bind(AlgorithmKeys, {k: unwrap(v) for k, v in section.items() if k in known}, path)
+            raise unknown_key(path, next(iter(own)), sorted(layers.ALGORITHM_KEYS))
+        keys = bind(schema.AlgorithmKeys, {k: unwrap(v) for k, v in section.items() if k in known}, path)
         tree |= plain(keys)
         parts: dict[str, Frozen] = {}
         taken: set[str] = set()
-        for field, (kinds, plural) in PART_FIELDS.items():
+        for field, (kinds, plural) in schema.PART_FIELDS.items():
             at = f"{path}.{field}"
             if plural:
                 found = {}
@@ -245,7 +219,7 @@ class Binder:
                     part, part_tree = self.part(kinds, name, instance, f"{at}.{name}", field, named=True)
                     found[name] = part
                     tree.setdefault(field, {})[name] = part_tree
-                for name in removed(section, field):
+                for name in layers.removed(section, field):
                     tree.setdefault(field, {})[name] = None
             else:
                 one = section_at(section, field, at)
@@ -286,13 +260,13 @@ class Binder:
         except MilesError as error:
             raise type(error)(f"{path}: {error.message}", fix=error.fix) from error.__cause__
         provider = loaded.provider
-        wanted = FIELD_OF_PROVIDER.get(field, field)
+        wanted = schema.FIELD_OF_PROVIDER.get(field, field)
         if kind in ("stage", "term") and provider.field != wanted:
             raise CombinationError(
                 f"{path}: the {kind} {use!r} stands in {provider.field!r}, not in {field!r}",
                 fix=f"move it to algorithm.{provider.field}, or choose another {kind}",
             )
-        core_type = TermKeys if kind == "term" and field != "corrections" else CORE_KEYS.get(kind)
+        core_type = schema.TermKeys if kind == "term" and field != "corrections" else layers.CORE_KEYS.get(kind)
         owned = fields_of(core_type) if core_type else {}
         if both := sorted({"use", *owned} & fields_of(provider.config).keys()):
             raise PluginContractError(

@@ -15,11 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from miles_core.compatibility import check_product
 from miles_core.config.schema import Part
-from miles_core.contracts.model import ModelSource
+from miles_core.contracts.model import ModelResolver, ModelSource
 from miles_core.discovery import Catalogue, scan
-from miles_core.errors import MissingExtraError, ModelSourceError
+from miles_core.errors import MissingExtraError, ModelSourceError, PluginContractError
 from miles_core.provider import BuildContext, Place
 
 #: Exports a checkpoint of a run (step, or `None` for the best, else the latest) and returns the Hugging Face folder.
@@ -136,7 +135,8 @@ def _resolve(asked: str, name: str, seed: int, cache: Path, catalogue: Catalogue
     unready: Any = None
     context = BuildContext(place=Place.CONTROLLER, name=name, run=unready, seed=seed)
     resolver = loaded.provider.build(loaded.provider.config(), context)
-    check_product(loaded, Place.CONTROLLER, resolver)
+    if not isinstance(resolver, ModelResolver):
+        raise PluginContractError(f"{loaded} built a {type(resolver).__name__}, no resolver", fix="give it resolve()")
     return Path(resolver.resolve(asked, cache, deadline_s))
 
 

@@ -205,6 +205,11 @@ def test_core_asks_for_the_pause_that_is_configured_only_where_requests_can_be_i
     )
 
 
+def test_siblings_are_a_matter_of_group_size_and_no_part_offers_them(compose):
+    rows = match_capabilities(compose(BASE, "algorithm.advantage=mine"), compose.catalogue)
+    assert "siblings" not in [row.capability for row in rows]
+
+
 def test_a_requirement_of_an_extension_is_matched_too(compose):
     with pytest.raises(CapabilityError, match=r"extension 'silent' needs 'routed_experts'"):
         match_capabilities(compose(BASE, "extensions.silent={}"), compose.catalogue)

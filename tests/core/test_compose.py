@@ -237,6 +237,31 @@ def test_the_result_is_frozen(compose):
         run.run.seed = 8
 
 
+NUMBERS = {
+    **{"schedule.group_size": 2, "schedule.groups_per_step": 2, "run.seed": 0, "run.steps": 1, "eval.tasks": 1},
+    **{"rollout.max_new_tokens": 1, "rollout.slots": 1, "env.digits": 1, "sync.bucket_mib": 1, "optimizer.lr": 0},
+    **{"algorithm.loss.lo": 0, "algorithm.kl.coef": 0, "algorithm.advantage.eps": 0, "algorithm.loss.coef": 1},
+}
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.sampled_from(sorted(NUMBERS)), st.integers(0, 500)), max_size=12))
+def test_the_last_word_wins_and_its_origin_is_kept(compose, words):
+    words = [(key, NUMBERS[key] + value) for key, value in words]
+    run, last = compose(BASE, *(f"{key}={value}" for key, value in words)), dict(words)
+    plain = compose(BASE)
+
+    def at(tree, key):
+        for name in key.split("."):
+            tree = tree[name]
+        return tree
+
+    for key in NUMBERS:
+        assert at(run.tree, key) == last.get(key, at(plain.tree, key))
+        assert run.origins[key] == ("command line" if key in last else plain.origins[key])
+    assert from_tree(run.tree, compose.catalogue).tree == run.tree
+
+
 # --- what bad input gets ---------------------------------------------------------------------------------------------
 
 WRONG = [

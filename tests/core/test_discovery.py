@@ -2,10 +2,12 @@
 
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
-from miles_core.discovery import Catalogue
+from miles_core.discovery import OURS, Catalogue
 from miles_core.errors import (
     AmbiguousPluginError,
     IncompatiblePluginError,
@@ -322,6 +324,16 @@ packages = ["src/acme_wheel"]
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "env plugin 'wheel' (acme-wheel 3.1) A real wheel fits wheel True"
+
+
+def test_the_install_lines_name_every_plugin_of_this_repository():
+    root = Path(__file__).parents[2]
+    offered = {}
+    for file in root.glob("plugins/*/*/pyproject.toml"):
+        project = tomllib.loads(file.read_text())["project"]
+        points = project["entry-points"].items()
+        offered[project["name"]] = {f"{group.split('.')[1]}:{name}" for group, names in points for name in names}
+    assert {name: set(offers) for name, offers in OURS.items()} == offered
 
 
 def test_scanning_imports_nothing_heavy(plugins):

@@ -20,14 +20,10 @@ def show(
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, e.g. schedule.max_staleness=2")] = None,
 ) -> None:
     """Print every resolved value with its origin: default, preset, file, extension or command line."""
-    from miles_core.config.compose import from_tree, load
-    from miles_core.config.reading import read_yaml
+    from miles_core.config.compose import load, reload
     from miles_core.run import annotated_yaml
 
-    if file.is_dir():
-        run_file = from_tree(read_yaml(file / "resolved.yaml"), overrides=tuple(overrides or ()))
-    else:
-        run_file = load(file, tuple(overrides or ()))
+    run_file = (reload if file.is_dir() else load)(file, tuple(overrides or ()))
     print("\n".join(annotated_yaml(run_file.tree, run_file.origins)))
 
 

@@ -21,7 +21,7 @@ def run(
     resume: Annotated[bool, typer.Option("--resume", help="go on from the run's latest checkpoint")] = False,
 ) -> None:
     """Validate everything, then train, showing progress. Results lie in the run directory."""
-    from miles_core.config.compose import load
+    from miles_core.config.compose import load, reload
     from miles_core.discovery import scan
     from miles_core.driver import execute, run_path
 
@@ -31,8 +31,9 @@ def run(
             raise InputError(
                 f"{file} is a directory, not a run file", fix=f"miles run {file} --resume, to go on with it"
             )
-        file, overrides = file / "resolved.yaml", [*(overrides or ()), f"run.dir={file}"]
-    run_file = load(file, tuple(overrides or ()), catalogue=catalogue)
+        run_file = reload(file, (*(overrides or ()), f"run.dir={file}"), catalogue=catalogue)
+    else:
+        run_file = load(file, tuple(overrides or ()), catalogue=catalogue)
     path = run_path(run_file)
     stop = threading.Event()
 

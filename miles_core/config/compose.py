@@ -15,7 +15,7 @@ from miles_core.config import rules
 from miles_core.config.binder import Binder
 from miles_core.config.layers import Tree, expand, instances, merge, wrap
 from miles_core.config.presets import on_config, with_presets
-from miles_core.config.reading import read_overrides, read_yaml
+from miles_core.config.reading import read_origins, read_overrides, read_yaml
 from miles_core.config.schema import RunFile
 from miles_core.discovery import Catalogue, scan
 
@@ -70,3 +70,9 @@ def from_tree(
     run_file = Binder(catalogue).run_file(draft)
     rules.check(run_file, catalogue)
     return run_file
+
+
+def reload(run_dir: Path, overrides: Sequence[str] = (), *, catalogue: Catalogue | None = None) -> RunFile:
+    """What a run was started with, from its `resolved.yaml`, under command-line values: `from_tree` with origins."""
+    file = run_dir / "resolved.yaml"
+    return from_tree(read_yaml(file), catalogue, read_origins(file), overrides)

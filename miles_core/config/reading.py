@@ -106,6 +106,23 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return tree
 
 
+def read_origins(path: Path) -> dict[str, str]:
+    """The origins that stand behind the values of a run's `resolved.yaml`, by dotted path."""
+    text = path.read_text(encoding="utf-8")
+    lines, origins = text.splitlines(), dict[str, str]()
+
+    def walk(node: yaml.Node | None, at: str) -> None:
+        if isinstance(node, yaml.MappingNode) and node.value:
+            for key, value in node.value:
+                walk(value, f"{at}.{key.value}" if at else key.value)
+        elif node is not None:
+            comment = lines[node.end_mark.line][node.end_mark.column :].partition("# ")[2]
+            origins[at] = comment.strip() or "resolved"
+
+    walk(yaml.compose(text, Loader=yaml.SafeLoader), "")
+    return origins
+
+
 def read_overrides(overrides: Sequence[str]) -> list[dict[str, Any]]:
     """`["a.b=1"]` -> `[{"a": {"b": 1}}]`: one tree for each, values read as YAML."""
     trees = []

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from miles_core.config.compose import from_tree, load
-from miles_core.config.reading import parse, read_overrides, read_yaml
+from miles_core.config.compose import from_tree, load, reload
+from miles_core.config.reading import parse, read_origins, read_overrides, read_yaml
 from miles_core.errors import (
     CombinationError,
     ConfigError,
@@ -20,7 +20,7 @@ from miles_core.errors import (
     UnknownKeyError,
     UnknownPluginError,
 )
-from miles_core.run import annotated_yaml
+from miles_core.run import annotated_yaml, flatten
 
 BASE = """
 run: {name: quickstart, seed: 7, steps: 60}
@@ -207,6 +207,7 @@ def test_the_resolved_tree_is_a_run_file(compose, tmp_path):
     resolved.write_text("\n".join(annotated_yaml(run.tree, run.origins)) + "\n")
     assert read_yaml(resolved) == run.tree
     assert load(resolved, catalogue=compose.catalogue).tree == run.tree
+    assert reload(tmp_path, catalogue=compose.catalogue) == run
     assert pickle.loads(pickle.dumps(run.tree)) == run.tree
 
 
@@ -516,6 +517,10 @@ trees = st.dictionaries(
 
 @settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(trees)
-def test_what_resolved_yaml_holds_is_read_back_exactly(tree):
-    text = "\n".join(annotated_yaml(tree, {key: "file" for key in tree}))
+def test_what_resolved_yaml_holds_is_read_back_exactly(tmp_path_factory, tree):
+    origins = {path: f"preset {i}" for i, path in enumerate(flatten(tree))}
+    text = "\n".join(annotated_yaml(tree, origins))
     assert (parse(text, "test") or {}) == tree
+    file = tmp_path_factory.getbasetemp() / "resolved.yaml"
+    file.write_text(text + "\n")
+    assert read_origins(file) == origins

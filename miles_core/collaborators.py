@@ -1,6 +1,6 @@
 """What the loop drives: the Protocols of its collaborators, a policy's setup, and the result of a run.
 
-`schedule.py` re-exports all of them; they stand here so that the loop itself can be read on its own.
+They stand apart so that the loop itself can be read on its own.
 """
 
 from __future__ import annotations

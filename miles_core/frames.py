@@ -31,7 +31,7 @@ from miles_core.records import (
 )
 
 Header = dict[str, Any]
-#: A block's row count for values that are no arrays along the trajectory: 0-d arrays, and NumPy scalars.
+#: A block's row count for values that are no arrays along the trajectory: 0-d arrays, and scalars.
 _ZERO_D, _SCALAR = -1, -2
 
 
@@ -46,7 +46,6 @@ def encode_group(group: Group, *, omit: frozenset[str] = frozenset()) -> tuple[H
     rows: list[Any] = []
     table: dict[tuple[str, Any, tuple[int, ...]], tuple[list[int], list[int], list[Any]]] = {}
     refs: list[Any] = []
-    plain: list[Any] = []
     omitted: list[Any] = []
     for episode in group.episodes:
         episodes.append(
@@ -81,13 +80,12 @@ def encode_group(group: Group, *, omit: frozenset[str] = frozenset()) -> tuple[H
                     entry[2].append(value)
                 elif isinstance(value, Ref):
                     refs.append([index, name, value.key, value.nbytes, value.digest, value.durable])
-                elif isinstance(value, np.generic):
-                    entry = table.setdefault((name, value.dtype, ()), ([], [], []))
+                else:  # a scalar comes back as a NumPy scalar
+                    scalar = np.asarray(value)
+                    entry = table.setdefault((name, scalar.dtype, ()), ([], [], []))
                     entry[0].append(index)
                     entry[1].append(_SCALAR)
-                    entry[2].append(np.asarray(value))
-                else:
-                    plain.append([index, name, value])
+                    entry[2].append(scalar)
     blocks: list[Any] = []
     chunks: list[bytes] = []
     for (name, dtype, inner), (owners, counts, arrays) in table.items():
@@ -116,10 +114,7 @@ def encode_group(group: Group, *, omit: frozenset[str] = frozenset()) -> tuple[H
         "samplings": [None if s is None else asdict(s) for s in samplings],
         "blocks": blocks,
     }
-    for key, values in (("refs", refs), ("plain", plain), ("omitted", omitted)):
-        if values:
-            header[key] = values
-    return header, chunks
+    return header | ({"refs": refs} if refs else {}) | ({"omitted": omitted} if omitted else {}), chunks
 
 
 def restorable(header: Mapping[str, Any]) -> bool:
@@ -153,8 +148,6 @@ def decode_group(header: Mapping[str, Any], body: memoryview | bytes) -> Group:
                 columns[index][name] = part.reshape(() if count == _ZERO_D else (count, *inner))
     for index, name, key, size, digest, durable in header.get("refs", ()):
         columns[index][name] = Ref(key=key, nbytes=size, digest=digest, durable=durable)
-    for index, name, value in header.get("plain", ()):
-        columns[index][name] = value
     versions = [Version(policy=p, lineage=lineage, number=n) for p, lineage, n in header["versions"]]
     samplings = [None if s is None else Sampling(**{**s, "stop": tuple(s["stop"])}) for s in header["samplings"]]
     trajectories = [

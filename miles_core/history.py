@@ -21,7 +21,7 @@ BEFORE: Position = (-1, 0)  # leased before the part of the journal that is read
 @dataclass(slots=True)
 class Entry:
     """A lease in the history. `end` is `("trained", step)`, `("evaluated", step)`, `("dropped", reason)` or
-    `("returned", reason)`; `void` says that a drop for age loses its meaning under another lineage."""
+    `("returned", reason)`."""
 
     lease: Mapping[str, Any]
     leased_at: Position
@@ -30,8 +30,7 @@ class Entry:
     restorable: bool = False
     end: tuple[str, Any] | None = None
     end_at: Position = BEFORE
-    newest: int | None = None
-    stale: bool = False
+    newest: int | None = None  # highest version number that sampled for a dropped lease
 
 
 class History:
@@ -75,7 +74,6 @@ class History:
             if entry is not None:
                 self._end(entry, (header["end"], header["why"]), frame.position)
                 entry.newest = header.get("newest")
-                entry.stale = bool(header.get("stale"))
 
     def _open(self, lease: str, what: str) -> Entry | None:
         entry = self.entries.get(lease)

@@ -169,14 +169,14 @@ class Ledger:
         self._entry(lease, "evaluated")
         self._end(lease, "evaluated", step)
 
-    def drop(self, lease: Lease, reason: str, *, newest: int | None = None, stale: bool = False) -> None:
+    def drop(self, lease: Lease, reason: str, *, newest: int | None = None) -> None:
         """Nothing of this lease will be trained, and its task is used up. Its slot is free at once.
 
-        `newest` is the highest version number that sampled for it. A drop for age (`stale`) is void under a lineage
-        that resumes from before.
+        `newest` is the highest version number that sampled for it. A group that was finished is dropped for its age
+        only: such a drop is void under a lineage that resumes from before.
         """
         self._entry(lease, "dropped")
-        self._end(lease, "dropped", reason, newest=newest, stale=stale)
+        self._end(lease, "dropped", reason, newest=newest)
         book = self.books[lease.policy]
         book.slots.give(lease.slot)
         book.drops.setdefault(lease.slot, Counter())[reason] += 1
@@ -297,7 +297,7 @@ class Ledger:
         for policy, book in self.books.items():
             if is_strict(self.schedules[policy]) and (book.base is None or book.base[0] != book.consumed):
                 book.base = (book.consumed, book.positions.copy())  # before anything of this batch is taken back
-        kept: list[tuple[Entry, Position]] = []
+        kept: list[str] = []
         dropped: list[str] = []
         returned: list[str] = []
         for entry in history.candidates().values():
@@ -311,9 +311,10 @@ class Ledger:
                         book.slots.take(slot)
                         take(book, slot, position)
                         book.ended["issued"] += after
-                        kept.append((entry, entry.group_at))
+                        self._restore(entry.lease, entry.group_at)
+                        kept.append(lease["id"])
                         continue
-            if entry.end and entry.end[0] == "dropped" and not entry.stale and trainable:
+            if entry.end and entry.end[0] == "dropped" and not entry.group_at and trainable:
                 if (entry.newest is None or entry.newest <= book.consumed) and available(book, slot, position):
                     take(book, slot, position)
                     book.drops.setdefault(slot, Counter())[entry.end[1]] += 1
@@ -332,8 +333,6 @@ class Ledger:
             if before and slot not in book.pending and book.positions.free(position) and book.slots.free(slot):
                 book.positions.take(position)
                 book.pending[slot] = position
-        for entry, at in sorted(kept, key=lambda pair: pair[1]):
-            self._restore(entry, at)
         assert self.journal is not None
         self._write(
             "lineage",
@@ -341,18 +340,17 @@ class Ledger:
                 "lineage": self.lineage,
                 "cut": list(cut),
                 "steps": {policy: book.consumed for policy, book in self.books.items()},
-                "kept": [entry.lease["id"] for entry, _ in kept],
+                "kept": kept,
                 "dropped": dropped,
                 "returned": returned,
                 "changes": changes,
             },
         )
 
-    def _restore(self, entry: Entry, at: Position) -> None:
+    def _restore(self, data: Mapping[str, Any], at: Position) -> None:
         assert self.journal is not None
         frame = read_one(self.journal.folder, at)
         group = decode_group(frame.header, frame.body)
-        data = entry.lease
         lease = Lease(
             id=data["id"],
             policy=data["policy"],
@@ -379,7 +377,6 @@ class Ledger:
         return entry
 
     def _end(self, lease: Lease, end: str, why: str | int, **more: Any) -> None:
-        more = {key: value for key, value in more.items() if value is not None and value is not False}
         self._write("end", {"lease": lease.id, "end": end, "why": why, **more})
         book = self.books[lease.policy]
         del book.open[lease.id]

@@ -14,8 +14,6 @@ from typing import Any, TypeVar
 from miles_core.admission import fit_group, is_stale, limit, mask_stale, versions_of
 from miles_core.collaborators import (
     Checkpoint,
-    Evaluate,
-    Learner,
     Observers,
     PolicySetup,
     Publisher,
@@ -23,7 +21,6 @@ from miles_core.collaborators import (
     RunResult,
     Sampler,
     Stop,
-    Tasks,
 )
 from miles_core.config.schema import EvalConfig, OnStale
 from miles_core.contracts.launcher import Tracker
@@ -33,20 +30,7 @@ from miles_core.progress import Reports, evaluation_metrics, rollout_metrics, sa
 from miles_core.records import Group, Sampling, Status, Version
 from miles_core.side import CANCEL_GRACE_S, Side, cancel, cancelled, stalled, within
 
-__all__ = [
-    "Checkpoint",
-    "Evaluate",
-    "Learner",
-    "Loop",
-    "Observers",
-    "PolicySetup",
-    "Publisher",
-    "RolloutSink",
-    "RunResult",
-    "Sampler",
-    "Stop",
-    "Tasks",
-]
+__all__ = ["Loop", "PolicySetup", "RunResult", "Stop"]
 
 T = TypeVar("T")
 
@@ -300,7 +284,7 @@ class Loop:
                 side.retries[lease.slot] += 1
                 side.check_starved(lease.slot, Counter({"stale": side.retries[lease.slot]}))
             else:
-                self._ledger.drop(lease, "stale", newest=entry.versions[1], stale=True)
+                self._ledger.drop(lease, "stale", newest=entry.versions[1])
             self._reports.event(
                 "lease_stale",
                 policy=side.name,

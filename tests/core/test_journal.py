@@ -112,11 +112,11 @@ def test_payloads_of_nan_and_negative_zero_survive():
     assert values.view(np.uint32).tolist() == [0x7FC00001, 0xFFC12345, 0x80000000, 0x7F800000]
 
 
-def test_not_contiguous_arrays_and_python_values():
+def test_not_contiguous_arrays_and_scalars():
     before = group(trajectory(strided=np.arange(12).reshape(3, 4)[:, ::2], plain=0.5, flag=True))
     back = through(before).episodes[0].trajectories[0].columns
     assert back["strided"].tolist() == [[0, 2], [4, 6], [8, 10]]
-    assert back["plain"] == 0.5 and back["flag"] is True
+    assert back["plain"] == 0.5 and back["flag"] == np.True_
 
 
 def test_arrays_that_come_back_can_be_written():

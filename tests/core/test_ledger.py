@@ -102,7 +102,7 @@ class Moves(RuleBasedStateMachine):
         fresh = [o for o in self.ledger.waiting("main") if step - o.versions[0] <= 2][:2]
         for entry in self.ledger.waiting("main"):
             if step - entry.versions[0] > 2:
-                self.ledger.drop(entry.lease, "stale", newest=entry.versions[1], stale=True)
+                self.ledger.drop(entry.lease, "stale", newest=entry.versions[1])
         if len(fresh) < 2:
             return
         leases = [o.lease for o in fresh]
@@ -248,6 +248,34 @@ def test_a_snapshot_is_json_and_resumes_into_the_same_books(ledger):
     assert take(again).id == "main/1.0"
     assert again.check() == []
     journal.close()
+
+
+def test_what_was_in_flight_at_a_checkpoint_is_settled_by_every_resume_from_it(ledger):
+    a, b = take(ledger), take(ledger)
+    saved = json.loads(json.dumps(ledger.snapshot()))
+    for lineage in (1, 2):
+        again = Ledger.resume(saved, Journal(ledger.journal.folder), {"main": STRICT})
+        assert again.lineage == lineage and again.check() == []
+        assert [again.next_position("main", lease.slot) for lease in (a, b)] == [a.position, b.position]
+        last = [f.header for f in read(ledger.journal.folder) if f.kind == "lineage"][-1]
+        assert last["returned"] == [a.id, b.id]
+        again.journal.close()
+
+
+def test_groups_that_a_later_version_touched_are_not_kept(tmp_path):
+    schedule = replace(STRICT, max_staleness=2)
+    journal = Journal(tmp_path / "journal")
+    ledger = Ledger(journal, {"main": schedule})
+    publish(ledger, 0)
+    leases = [take(ledger) for _ in range(3)]
+    saved = json.loads(json.dumps(ledger.snapshot()))
+    for lease, number in zip(leases, (0, 1, 0), strict=True):
+        ledger.finish(lease, group_of(lease, number))
+    journal.close()
+    again = Ledger.resume(saved, Journal(tmp_path / "journal"), {"main": schedule})
+    assert [o.lease.slot for o in again.waiting("main")] == [0, 2]
+    assert (again.next_slot("main"), again.next_position("main", 1)) == (1, leases[1].position)
+    again.journal.close()
 
 
 def test_a_light_journal_cannot_bring_groups_with_large_columns_back(tmp_path):

@@ -173,7 +173,8 @@ def test_gate_wants_a_tensor_that_was_skipped_too_often():
     gate.admit(numbers[1], only_a[1])
     with pytest.raises(WeightError, match="'b' first"):
         gate.admit(numbers[2], only_a[2])
-    gate.revoke("e")  # and after a loss everything is due
+    gate.admit(numbers[2], receipt(numbers[2]))
+    gate.revoke("e")  # after a loss everything is due
     with pytest.raises(WeightError, match="'b' first"):
         gate.admit(numbers[3], only_a[3])
 

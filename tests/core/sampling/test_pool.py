@@ -150,7 +150,7 @@ def test_a_quarantined_member_loses_its_requests_to_others():
         assert engines["e0"].seen == ["r"]
         pool.quarantine("e0", "too slow")
         assert tokens(await task) == [0, 1, 2, 3]
-        assert engines["e1"].seen == ["r"]
+        assert engines["e1"].seen == ["r"] and task.cancelling() == 0
         assert pool.quarantined() == {"e0": "too slow"} and pool.members() == ("e1",)
         assert events == [("engine_quarantined", {"engine": "e0", "reason": "too slow"})]
         assert pool.gate.version("e0", "main") is None
@@ -236,6 +236,8 @@ def test_a_silent_engine_meets_the_deadline(monkeypatch):
         engines["e0"].gate.clear()
         with pytest.raises(DeadlineError, match=r"'r' of policy 'main' had no answer within 0.05 s"):
             await pool.generate(request(deadline_s=0.05))
+        current = asyncio.current_task()
+        assert current is not None and current.cancelling() == 0
 
     asyncio.run(main())
 

@@ -264,6 +264,18 @@ def test_a_quarantined_member_returns_through_a_full_resync():
     run(main())
 
 
+def test_a_member_lost_and_found_between_publications_is_connected_anew():
+    async def main():
+        rig = Rig(2)
+        await rig.publisher.publish(version(0))
+        rig.pool.quarantine("e1", "its connection broke")
+        rig.log.clear()
+        await rig.publisher.publish(version(1))
+        assert {"e0.connect", "e1.connect"} <= set(rig.log)
+
+    run(main())
+
+
 def test_an_alias_is_not_enough_for_a_member_that_returns():
     async def main():
         rig = Rig(2)

@@ -165,9 +165,14 @@ def test_engine_errors_stop_the_run_and_cancel_siblings(error):
             cancelled.append(request.id)
             raise
 
-    with pytest.raises(type(error), match=error.message):
-        run(make(Env(), generate)[0])
-    assert cancelled == ["L1/0/0"]
+    async def main():
+        sampler, _ = make(Env(), generate)
+        with pytest.raises(type(error), match=error.message):
+            await sampler.run(FakeLease(), group_size=2, sampling=SAMPLING, split="train")
+        assert cancelled == ["L1/0/0"]  # before the error surfaces, not when the loop ends
+        assert not [timer for timer in asyncio.get_running_loop()._scheduled if not timer.cancelled()]
+
+    asyncio.run(main())
 
 
 def test_late_data_stops_the_run():

@@ -108,10 +108,8 @@ class Rig:
         described = await asyncio.to_thread(self.sender.describe)
         links = {name: await link.describe() for name, link in self.links.items()}
         plan = self.transport.plan(self.specs, [described], links)
-        await asyncio.gather(
-            asyncio.to_thread(self.sender.connect, plan.senders[0]),
-            *(link.connect(plan.links[name]) for name, link in self.links.items()),
-        )
+        await asyncio.to_thread(self.sender.connect, plan.senders[0])  # either side may come first
+        await asyncio.gather(*(link.connect(plan.links[name]) for name, link in self.links.items()))
         return plan
 
     async def publish(self, version):
@@ -288,6 +286,20 @@ def test_cancelled_senders_return_and_cancelled_links_free_them(path):
     run(Rig(weights(), path), body)
 
 
+def test_links_may_connect_before_the_sender():
+    async def body(rig):
+        described = rig.sender.describe()
+        plan = rig.transport.plan(rig.specs, [described], {"e0": await rig.links["e0"].describe()})
+        early = asyncio.create_task(rig.links["e0"].connect(plan.links["e0"]))
+        await asyncio.sleep(0.1)
+        await asyncio.to_thread(rig.sender.connect, plan.senders[0])
+        await early
+        manifest, receipts = await rig.publish(V1)
+        check_receipt(manifest, receipts["e0"], Evidence.LIVE)
+
+    run(Rig(weights(), Path.shared_memory), body)
+
+
 def test_streams_must_be_those_of_the_dry_pass():
     async def body(rig):
         await rig.connect()
@@ -340,24 +352,25 @@ def test_plans_by_place():
 
 
 def test_links_that_do_not_come_meet_the_deadline(tmp_path):
-    server = shared.Server(str(tmp_path / "f" / "s"), 0.1)
+    server = shared.Server(str(tmp_path / "f" / "s"), "token", ["e0"], 64, 0.1)
     with pytest.raises(DeadlineError, match=r"links of \['e0'\] did not connect within 0.1 s"):
-        server.connect("token", ["e0"], 64)
+        server.start(lambda: False)
+    assert not server.start(lambda: True)
     server.close()
     assert not (tmp_path / "f").exists()
 
 
 def test_strangers_are_turned_away(tmp_path):
     async def main():
-        server = shared.Server(str(tmp_path / "f" / "s"), 5.0)
+        server = shared.Server(str(tmp_path / "f" / "s"), "token", ["e0"], 64, 5.0)
         assert (tmp_path / "f").stat().st_mode & 0o777 == 0o700
-        waiting = asyncio.create_task(asyncio.to_thread(server.connect, "token", ["e0"], 64))
         for token, name in (("wrong", "e0"), ("token", "e1")):
             with pytest.raises(WeightError, match="cannot reach the trainer's weights"):
                 await shared.Client(name, 1.0).connect(str(tmp_path / "f" / "s"), token, 64)
         client = shared.Client("e0", 1.0)
         await client.connect(str(tmp_path / "f" / "s"), "token", 64)
-        await waiting
+        assert await asyncio.to_thread(server.start, lambda: False)
+        assert not (tmp_path / "f").exists()  # nothing is left to find once all are in
         client.close()
         server.close()
 
@@ -374,6 +387,9 @@ def test_a_bucket_of_another_version_is_refused(path):
     async def body(rig):
         await rig.connect()
         manifest = await asyncio.to_thread(rig.sender.stage, V1)
+        with pytest.raises(WeightError, match=r"main@0.2 was to be carried, main@0.1 was staged"):
+            rig.sender.carry(V2, lambda: False)
+        await asyncio.to_thread(rig.sender.stage, V2)
         sending = asyncio.create_task(asyncio.to_thread(rig.sender.carry, V2, rig.cancelled.is_set))
         with pytest.raises(WeightError, match=r"bucket 0 of main@0.1 was due"):
             await rig.links["e0"].carry(manifest)

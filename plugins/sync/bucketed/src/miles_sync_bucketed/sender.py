@@ -36,6 +36,7 @@ class BucketedSender:
         self._channels: dict[str, inprocess.Channel] = {}
         self._address = ""
         self._limit = 0
+        self._staged: Version | None = None
         self._specs: tuple[TensorSpec, ...] = ()
 
     def describe(self) -> bytes:
@@ -45,7 +46,7 @@ class BucketedSender:
         return json.dumps({**here(), "token": self._token, "socket": self._address}).encode()
 
     def connect(self, plan: bytes) -> None:
-        """Rank 0 waits here until every link that uses shared memory has mapped it."""
+        """Links connect at their own time; `carry` waits for those that use shared memory."""
         told = json.loads(plan)
         self._limit = told["limit"]
         self._specs = tuple(TensorSpec(name=n, shape=tuple(s), dtype=d) for n, s, d in told["tensors"])
@@ -56,23 +57,29 @@ class BucketedSender:
         through_memory = [name for name, path in paths.items() if path == Path.shared_memory]
         self._drop_server()
         if through_memory:
-            self._server = shared.Server(self._address, self._deadline_s)
-            self._server.connect(told["token"], through_memory, told["memory"])
+            self._server = shared.Server(self._address, told["token"], through_memory, told["memory"], self._deadline_s)
 
     def stage(self, version: Version) -> Manifest | None:
         digests: dict[str, Sequence[str]] = {}
+        self._staged = None
         stream = iter(self._export(self._policy, "full", False))
         if self._rank:
             for _ in stream:
                 pass
+            self._staged = version
             return None
         for spec in self._specs:
             (_, tensor) = buckets.take(stream, [spec])[0]
             digests[spec.name] = buckets.piece_digests(spec, tensor)
         self._end(stream)
+        self._staged = version
         return make_manifest(version, self._specs, digests)
 
     def carry(self, version: Version, cancelled: Callable[[], bool]) -> None:
+        if self._staged != version:
+            raise WeightError(
+                f"{version} was to be carried, {self._staged or 'nothing'} was staged", fix="stage a version first"
+            )
         stream = iter(self._export(self._policy, "full", False))
         if self._rank:
             for _ in stream:
@@ -81,8 +88,8 @@ class BucketedSender:
             return
         for channel in self._channels.values():
             channel.start()
-        if self._server is not None:
-            self._server.start()
+        if self._server is not None and not self._server.start(cancelled):
+            return
         packed = buckets.pack(self._specs, self._limit)
         for index, specs in enumerate(packed):
             # Bucket `index` is made only when bucket `index - 2` is gone: two exist at a time.

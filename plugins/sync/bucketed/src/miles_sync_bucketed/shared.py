@@ -14,6 +14,7 @@ import os
 import shutil
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -81,11 +82,19 @@ def _line(message: Mapping[str, Any]) -> bytes:
 
 
 class Server:
-    """The sender's end: a socket in a private folder, and the slots once links have connected. Blocking."""
+    """The sender's end of one connection: the slots, and a socket for each link. Methods block."""
 
-    def __init__(self, address: str, deadline_s: float) -> None:
-        """`address` is a path in a folder that does not exist yet: it is made here, for this user alone."""
+    def __init__(self, address: str, token: str, engines: Sequence[str], nbytes: int, deadline_s: float) -> None:
+        """Make two slots of `nbytes` and let the links of `engines` in, on a thread, until all are there.
+
+        `address` is a path in a folder that does not exist yet: it is made here, for this user alone.
+        """
         self._deadline_s = deadline_s
+        self._token = token
+        self._engines = list(engines)
+        self._fd = _memory(SLOTS * nbytes)
+        memory = _map(self._fd, SLOTS * nbytes)
+        self._slots = [memory[i * nbytes : (i + 1) * nbytes] for i in range(SLOTS)]
         self._folder = Path(address).parent
         self._folder.mkdir(mode=0o700)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -94,27 +103,24 @@ class Server:
         self._socket.settimeout(POLL_S)
         self._links: dict[str, tuple[socket.socket, _Lines]] = {}
         self._done: dict[str, int] = {}
-        self._slots: list[Array] = []
+        self._closed = False
+        self._doorman = threading.Thread(target=self._let_in, name="miles-sync-bucketed", daemon=True)
+        self._doorman.start()
 
-    def connect(self, token: str, engines: Sequence[str], nbytes: int) -> None:
-        """Make the slots and wait until every one of `engines` has mapped them."""
-        fd = _memory(SLOTS * nbytes)
+    def _missing(self) -> list[str]:
+        return [engine for engine in self._engines if engine not in self._links]
+
+    def _let_in(self) -> None:
         try:
-            memory = _map(fd, SLOTS * nbytes)
-            self._slots = [memory[i * nbytes : (i + 1) * nbytes] for i in range(SLOTS)]
-            until = time.monotonic() + self._deadline_s
-            while missing := [engine for engine in engines if engine not in self._links]:
-                if time.monotonic() > until:
-                    raise DeadlineError(
-                        f"the links of {missing} did not connect within {self._deadline_s:g} s",
-                        fix="see the engines' logs, or raise sync.deadline_s",
-                    )
+            while self._missing() and not self._closed:
                 with contextlib.suppress(TimeoutError):
-                    self._accept(self._socket.accept()[0], token, engines, fd)
+                    self._accept(self._socket.accept()[0])
         finally:
-            os.close(fd)
+            self._socket.close()
+            os.close(self._fd)
+            shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _accept(self, link: socket.socket, token: str, engines: Sequence[str], fd: int) -> None:
+    def _accept(self, link: socket.socket) -> None:
         link.settimeout(5.0)
         lines = _Lines()
         try:
@@ -123,17 +129,29 @@ class Server:
                 if not data:
                     raise OSError("closed")
                 lines.feed(data)
-            if hello.get("token") != token or hello.get("engine") not in engines:
+            if hello.get("token") != self._token or hello.get("engine") not in self._engines:
                 raise OSError("not one of ours")
-            socket.send_fds(link, [b"M"], [fd])
+            socket.send_fds(link, [b"M"], [self._fd])
         except (OSError, ValueError, WeightError):
             link.close()  # a stranger, or a link of an earlier plan
             return
         link.settimeout(POLL_S)
         self._links[hello["engine"]] = (link, lines)
 
-    def start(self) -> None:
+    def start(self, cancelled: Callable[[], bool]) -> bool:
+        """Wait until every link is there, then begin a version; `False` where cancelled."""
+        until = time.monotonic() + self._deadline_s
+        while self._doorman.is_alive():
+            if cancelled():
+                return False
+            if time.monotonic() > until:
+                raise DeadlineError(
+                    f"the links of {self._missing()} did not connect within {self._deadline_s:g} s",
+                    fix="see the engines' logs, or raise sync.deadline_s",
+                )
+            self._doorman.join(POLL_S)
         self._done = dict.fromkeys(self._links, 0)
+        return True
 
     def put(self, version: str, index: int, bucket: Sequence[TensorSpec], tensors: Iterable[Tensor]) -> None:
         """Copy bucket `index` into its slot and announce it. Its slot must be free (`wait(index - 2)`)."""
@@ -177,11 +195,11 @@ class Server:
         return WeightError(f"the link of engine {engine!r} gave up: {why}", fix="see the engine's own error")
 
     def close(self) -> None:
+        self._closed = True
+        self._doorman.join()
         for link, _ in self._links.values():
             link.close()
         self._links, self._slots = {}, []
-        self._socket.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class Client:

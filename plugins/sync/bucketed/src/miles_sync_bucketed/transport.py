@@ -40,8 +40,8 @@ class BucketedTransport:
         first = json.loads(senders[0])
         limit = self._config.bucket_mib << 20
         packed = buckets.pack(specs, limit)
-        memory = max((buckets.offsets(bucket)[1] for bucket in packed), default=0)
-        paths = {name: self._path(name, first, json.loads(blob)) for name, blob in links.items()}
+        memory = max([buckets.ALIGN, *(buckets.offsets(bucket)[1] for bucket in packed)])
+        paths = {name: self._path(name, first, json.loads(blob)) for name, blob in sorted(links.items())}
         common = {"limit": limit, "memory": memory, "token": first["token"]}
         tensors = [[spec.name, list(spec.shape), spec.dtype] for spec in specs]
         sender: dict[str, Any] = {**common, "tensors": tensors, "paths": {n: p.value for n, p in paths.items()}}

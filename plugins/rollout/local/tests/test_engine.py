@@ -266,6 +266,25 @@ def test_closing_fails_what_is_in_flight(model: Any) -> None:
     run(go())
 
 
+def test_closing_does_not_wait_for_answers(model: Any) -> None:
+    async def go() -> None:
+        engine = await started(model, QWEN)
+        endless(engine)
+        engine.slots.max_length = 10**6
+        running = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        after(engine, 3, lambda: loop.call_soon_threadsafe(running.set))
+        engine.slots.forward.decode = lambda ids, *_: torch.zeros(len(ids), VOCABULARY)  # an answer without end
+        job = asyncio.ensure_future(engine.generate(request("r", [4], max_new_tokens=10**6)))
+        await running.wait()
+        await engine.close()
+        with pytest.raises(EngineError, match="was closed"):
+            await job
+        assert engine.slots.state["count"][0] < 10**6
+
+    run(go())
+
+
 def test_a_model_that_fails_fails_every_request_with_its_cause(model: Any) -> None:
     async def go() -> None:
         engine = await started(model, QWEN)
@@ -290,7 +309,8 @@ def test_a_model_that_fails_fails_every_request_with_its_cause(model: Any) -> No
 
 def test_nan_weights_are_an_error_of_their_requests_only_and_leave_no_trace(model: Any) -> None:
     async def go() -> None:
-        engine = await started(model, QWEN, slots=4)
+        engine = await started(model, QWEN, slots=4, prefill_tokens=14)
+        endless(engine)
         sick = model_of(QWEN)
         with torch.no_grad():
             sick.model.norm.weight[3] = float("nan")
@@ -299,7 +319,9 @@ def test_nan_weights_are_an_error_of_their_requests_only_and_leave_no_trace(mode
         with pytest.raises(EngineError, match=r"not finite for request 'r' at token 0, with weights main@0.1"):
             await engine.generate(request("r", [4] * 12))
         await publish(engine, model, 2)
-        assert np.isfinite((await engine.generate(request("r", [4, 5]))).columns["logprobs"]).all()
+        # A short request takes the sick one's slot beside a long one: it must not see what was left there.
+        done = await asyncio.gather(*(engine.generate(request(f"r{n}", [4] * n)) for n in (2, 14)))
+        assert all(np.isfinite(c.columns["logprobs"]).all() for c in done)
         await engine.close()
 
     run(go())

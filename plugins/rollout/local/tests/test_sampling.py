@@ -103,6 +103,12 @@ def test_cuts(top_k: int, top_p: float, expected: list[int]) -> None:
     np.testing.assert_allclose(scores, (p[0] / mass).log().numpy()[tokens], atol=1e-6)
 
 
+def test_a_mass_that_is_reached_exactly_takes_nothing_more() -> None:
+    """Four equal tokens, p = .5: two of them have mass .5, which is enough."""
+    _, _, kept = sample(torch.zeros(1, 4), np.zeros(1), knobs(1, top_p=0.5))
+    assert kept is not None and kept.ids.tolist() == [0, 1]
+
+
 def test_ties_at_the_border_go_to_the_lower_id_and_a_whole_cut_is_no_cut() -> None:
     logits = torch.zeros(1, 5)
     _, _, kept = sample(logits, np.zeros(1), knobs(1, top_k=3))

@@ -333,6 +333,8 @@ class LocalEngine:
         loop.call_soon_threadsafe(self._landed, loop, failure)
 
     def _turn(self, loop: asyncio.AbstractEventLoop) -> bool:
+        if self._closed:
+            return False
         slots = self.slots
         while self._incoming:
             slots.waiting.append(self._incoming.popleft())

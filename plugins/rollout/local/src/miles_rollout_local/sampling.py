@@ -96,8 +96,9 @@ def _cut(logp: torch.Tensor, u: Array, top_k: Array, top_p: Array) -> tuple[Arra
     p = p * first
     mass = p.cumsum(-1)
     # Position j stays where the mass before it is still below p; float noise must not cut anything at p = 1.
+    before = torch.cat([torch.zeros_like(mass[:, :1]), mass[:, :-1]], -1)
     nucleus = torch.from_numpy(top_p.astype(np.float64))[:, None]
-    keep = first & (((mass - p) < nucleus * mass[:, -1:]) | (nucleus >= 1))
+    keep = first & ((before < nucleus * mass[:, -1:]) | (nucleus >= 1))
     mass = (p * keep).cumsum(-1)
     place = torch.searchsorted(mass, torch.from_numpy(u)[:, None] * mass[:, -1:], right=True)
     place = torch.minimum(place, keep.sum(-1, keepdim=True) - 1)

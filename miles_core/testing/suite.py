@@ -101,7 +101,7 @@ class Conformance:
 
     class TestMine(TransportConformance):
         name = "mine"
-        options = {"bucket_mib": 1}
+        options: ClassVar = {"bucket_mib": 1}
 
     `provider` may be set instead of `name`, for a plugin that is not installed. Suites document what else a subclass
     may override (weights of its own model, a sample file, …).
@@ -109,6 +109,7 @@ class Conformance:
 
     kind: ClassVar[str] = ""
     places: ClassVar[tuple[Place, ...]] = ()
+    helpers: ClassVar[tuple[type, ...]] = ()  # further classes whose checks belong to the suite
     name: str = ""
     options: ClassVar[Mapping[str, Any]] = {}
     provider: Provider[Any, Any] | None = None
@@ -227,8 +228,8 @@ def _survives(config: Any) -> bool:
 def labels(suite: type[Conformance]) -> set[str]:
     """Every label that the suite's own checks use, read from its source."""
     found: set[str] = set()
-    for cls in suite.__mro__:
-        if issubclass(cls, Conformance):
+    for cls in (*suite.__mro__, *suite.helpers):
+        if issubclass(cls, Conformance) or cls in suite.helpers:
             found |= set(
                 re.findall(r"(?:(?:check|refuses|refuses_async|CheckError)\(\s*|label = )\"([^\"]+)\"", _source(cls))
             )

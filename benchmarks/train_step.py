@@ -151,6 +151,7 @@ def main() -> None:
     rng = np.random.default_rng(0)
     shapes = {
         "recipe A (16 x 16, 6 new tokens)": (16, 16, 6, 6),
+        "its warm-up (128 x 1, 6 new tokens)": (128, 1, 6, 6),
         "ragged (8 x 8, 1 to 128 new tokens)": (8, 8, 1, 128),
     }
     print(f"threads on both sides: {torch.get_num_threads()}, rounds: {given.rounds}")

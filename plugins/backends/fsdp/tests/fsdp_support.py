@@ -145,6 +145,7 @@ def make_backend(
     config: FsdpConfig | None = None,
     optimizer: OptimizerConfig | None = None,
     roles: Mapping[str, Mapping[str, Any]] | None = None,
+    policies: Mapping[str, Mapping[str, RoleSpec]] | None = None,
     total: int = 10,
     extensions: tuple[Any, ...] = (),
     rank: int = 0,
@@ -169,7 +170,8 @@ def make_backend(
     specs = {"actor": RoleSpec(name="actor", **base)}
     for name, changes in (roles or {}).items():
         specs[name] = RoleSpec(name=name, **{**base, **changes})
-    backend.build({"main": specs}, {"main": total})
+    built = policies or {"main": specs}
+    backend.build(built, dict.fromkeys(built, total))
     return backend
 
 

@@ -384,6 +384,24 @@ def test_a_frozen_role_may_be_asked_inside_the_update() -> None:
     backend.close()
 
 
+def test_policies_have_their_own_weights_and_optimizers() -> None:
+    backend = make_backend()
+    actor = backend._role("main", "actor").spec
+    both = make_backend(policies={"main": {"actor": actor}, "second": {"actor": replace(actor, seed=12)}})
+    batch = batch_of(random_groups(7))
+    second = replace(batch, policy="second")
+    before = dict(both.export("second", "full"))
+    before = {spec.name: tensor.clone() for spec, tensor in before.items()}
+    assert both.update(batch, [bound()]) == backend.update(batch, [bound()])
+    assert all(torch.equal(before[spec.name], tensor) for spec, tensor in both.export("second", "full"))
+    both.update(second, [bound()])
+    both.update(second, [bound()])
+    assert not all(torch.equal(before[spec.name], tensor) for spec, tensor in both.export("second", "full"))
+    assert both.update(batch, [bound()]) == backend.update(batch, [bound()])
+    backend.close()
+    both.close()
+
+
 def test_wrong_roles_are_named() -> None:
     with pytest.raises(CapabilityError, match="'adapter_off'"):
         make_backend(roles={"reference": {"update": "adapter_off"}})

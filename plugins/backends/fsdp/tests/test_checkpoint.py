@@ -11,9 +11,10 @@ import torch
 from fsdp_support import adapter, batch_of, bound, make_backend, random_groups, source, weights
 from transformers import AutoModelForCausalLM
 
-from miles_backend_fsdp import checkpoint
+from miles_backend_fsdp import hf_folder
 from miles_backend_fsdp.config import Dtype, FsdpConfig
 from miles_core.config.schema import Decay, OptimizerConfig
+from miles_core.contracts.learning import LOGPROBS
 from miles_core.contracts.model import ModelSource
 from miles_core.errors import CheckpointError
 
@@ -45,6 +46,7 @@ def test_a_resumed_run_continues_to_the_bit(dtype: Dtype, tmp_path: Path) -> Non
     straight.save(tmp_path / "trainer")
     resumed = fresh(config=config)
     train(resumed, range(5, 7))  # whatever it holds is replaced
+    resumed.score(batch_of(random_groups(0)), [LOGPROBS])  # and gathered weights are not written to
     resumed.load(tmp_path / "trainer")
     assert train(straight, range(3, 6)) == train(resumed, range(3, 6))
     for role in ("actor", "old", "critic"):
@@ -66,9 +68,11 @@ def test_a_checkpoint_before_the_first_update_can_be_resumed(tmp_path: Path) -> 
 
 def test_no_file_of_a_checkpoint_is_a_pickle_and_frozen_roles_are_left_out(tmp_path: Path) -> None:
     backend = fresh()
-    backend.save(tmp_path)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["rank_00000_of_00001.safetensors", "state.json"]
-    state = json.loads((tmp_path / "state.json").read_text())
+    folder = tmp_path / "trainer"
+    backend.save(folder)
+    assert sorted(p.name for p in folder.iterdir()) == ["rank_00000_of_00001.safetensors", "state.json"]
+    assert {p.stat().st_mode & 0o444 for p in folder.iterdir()} == {folder.stat().st_mode & 0o444}
+    state = json.loads((folder / "state.json").read_text())
     assert state["format"] == 1 and set(state["policies"]["main"]) == {"actor", "old", "critic"}
     backend.close()
 
@@ -107,7 +111,7 @@ def test_no_space_is_a_checkpoint_error(tmp_path: Path, monkeypatch: pytest.Monk
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(hf_folder, "save_file", full)
     with pytest.raises(CheckpointError, match="No space left on device"):
         backend.save(tmp_path / "a")
     backend.close()

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from miles_backend_fsdp.hf_folder import save
 from miles_core.errors import CheckpointError
 
 FORMAT = 1
@@ -47,7 +47,7 @@ def write(folder: Path, rank: int, ranks: int, shards: Mapping[str, Shard], stat
     tensors = {name: shard.tensor.detach().cpu().contiguous() for name, shard in held.items()}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, folder / f"rank_{rank:05d}_of_{ranks:05d}.safetensors", metadata=header)
+        save(tensors, folder / f"rank_{rank:05d}_of_{ranks:05d}.safetensors", header)
         if rank == 0:
             text = json.dumps({"format": FORMAT, "ranks": ranks, **state}, sort_keys=True, indent=1)
             (folder / STATE).write_text(text + "\n", encoding="utf-8")

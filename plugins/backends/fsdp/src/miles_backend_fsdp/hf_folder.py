@@ -96,5 +96,11 @@ def _temporary(number: int) -> str:
 
 
 def _flush(folder: Path, tensors: dict[str, Tensor], number: int) -> list[str]:
-    save_file(tensors, folder / _temporary(number), metadata={"format": "pt"})
+    save(tensors, folder / _temporary(number), {"format": "pt"})
     return list(tensors)
+
+
+def save(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> None:
+    """One safetensors file that whoever may read its folder may read: the library makes it private to its writer."""
+    save_file(tensors, file, metadata=metadata)
+    file.chmod(file.parent.stat().st_mode & 0o666)

@@ -120,12 +120,10 @@ class ChatRenderer:
         return self._render(messages=plain, add_generation_prompt=opens, **self._arguments)
 
     def _behind_answer(self, new: tuple[Message, ...], *, opens: bool) -> str:
-        """The text that follows a stand-in answer when `new` follows it."""
-        stand_in = STAND_IN
-        while any(stand_in in m.content for m in new):
-            stand_in += "x"
-        told = (Message(role="user", content="x"), Message(role="assistant", content=stand_in), *new)
-        _, found, behind = self._text(told, opens=opens).partition(stand_in)
+        """The text that follows a stand-in answer when `new` follows it. The first stand-in is ours, whatever `new`
+        says."""
+        told = (Message(role="user", content="x"), Message(role="assistant", content=STAND_IN), *new)
+        _, found, behind = self._text(told, opens=opens).partition(STAND_IN)
         if not found:
             raise TemplateError(
                 "the chat template does not print an assistant's message", fix="use another one: renderer.template"

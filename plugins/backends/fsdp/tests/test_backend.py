@@ -342,16 +342,17 @@ def test_roles_start_from_the_actor_and_follow_it() -> None:
     backend.close()
 
 
-def test_actor_and_critic_are_trained_in_one_pass_with_their_own_optimizers() -> None:
+@pytest.mark.parametrize("dtype", list(Dtype))
+def test_actor_and_critic_are_trained_in_one_pass_with_their_own_optimizers(dtype: Dtype) -> None:
     critic = {"head": "value", "init": "actor", "optimizer": OptimizerConfig(lr=1e-2)}
-    backend = make_backend(roles={"critic": critic})
+    backend = make_backend(roles={"critic": critic}, config=FsdpConfig(dtype=dtype))
     trunk = weights(backend, "critic")
     assert torch.equal(
         trunk["lm.model.layers.0.mlp.up_proj.weight"], weights(backend)["lm.model.layers.0.mlp.up_proj.weight"]
     )
     batch = batch_of(random_groups(7))
     assert set(backend.score(batch, [VALUES])) == {"values"}
-    alone = make_backend()
+    alone = make_backend(config=FsdpConfig(dtype=dtype))
     terms = [bound(), bound(ValueLoss(), "other", 0.5, "critic")]
     losses = []
     for _ in range(6):

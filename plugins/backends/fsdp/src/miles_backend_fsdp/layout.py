@@ -41,17 +41,15 @@ class Costs:
 class Layout:
     """One forward.
 
-    `tokens` int64 [rows, width]; `positions` int64, of that shape or [1, width]. `source` int64 [rows, width]: the unit
-    that was fed in there, -1 for padding. `predictors` int64 [n]: where in the flattened grid the distribution of a
-    needed unit is read; `units` int64 [n], ascending: those units in the micro-batch. `buckets` is `None` in the padded
-    layout; otherwise int64 [rows of the bucket, longest of it] indices into the flattened grid (padding repeats index
-    0), and `inverse` int64 [rows * width] says where in the concatenated, flattened buckets each packed token's
-    attention is found.
+    `tokens` int64 [rows, width]; `positions` int64, of that shape or [1, width]. `predictors` int64 [n]: where in
+    the flattened grid the distribution of a needed unit is read; `units` int64 [n], ascending: those units in the
+    micro-batch. `buckets` is `None` in the padded layout; otherwise int64 [rows of the bucket, longest of it] indices
+    into the flattened grid (padding repeats index 0), and `inverse` int64 [rows * width] says where in the
+    concatenated, flattened buckets each packed token's attention is found.
     """
 
     tokens: Array
     positions: Array
-    source: Array
     predictors: Array
     units: Array
     buckets: tuple[Array, ...] | None = None
@@ -91,7 +89,7 @@ def build(micro: Batch, *, choice: str, share: bool, pack_tokens: int, costs: Co
     width = int(lengths.max())
     within = np.arange(width)
     valid = within < lengths[:, None]
-    source = np.where(valid, micro.offsets[rows][:, None] + within, -1)
+    source = np.where(valid, micro.offsets[rows][:, None] + within, 0)
     tokens = np.where(valid, micro.columns["tokens"][source], 0).astype(np.int64)
     rank = np.zeros(micro.n_trajectories, np.int64)
     rank[rows] = np.arange(len(rows))
@@ -107,18 +105,17 @@ def build(micro: Batch, *, choice: str, share: bool, pack_tokens: int, costs: Co
         return Layout(
             tokens=tokens,
             positions=within[None],
-            source=source,
             predictors=row * width + column,
             units=units,
         )
-    return _pack(*packed, tokens, source, valid, lengths, row, column, units, pack_tokens)
+    return _pack(*packed, tokens, valid, lengths, row, column, units, pack_tokens)
 
 
 def _nothing() -> Layout:
     """A forward of one token that no unit needs: ranks must run their collectives together."""
     zero = np.zeros((1, 1), np.int64)
     none = np.zeros(0, np.int64)
-    return Layout(tokens=zero, positions=zero, source=zero - 1, predictors=none, units=none)
+    return Layout(tokens=zero, positions=zero, predictors=none, units=none)
 
 
 def _distinct(lengths: Array, valid: Array) -> tuple[Array, int]:
@@ -176,7 +173,6 @@ def _pack(
     count: int,
     groups: list[Array],
     tokens: Array,
-    source: Array,
     valid: Array,
     lengths: Array,
     row: Array,
@@ -188,10 +184,8 @@ def _pack(
     width = -(-count // height)
     grid = np.zeros(height * width, np.int64)
     positions = np.zeros(height * width, np.int64)
-    sources = np.full(height * width, -1, np.int64)
     grid[nodes[valid]] = tokens[valid]
     positions[nodes[valid]] = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)[valid]
-    sources[nodes[valid]] = source[valid]
     buckets: list[Array] = []
     inverse = np.zeros(height * width, np.int64)
     base = 0
@@ -204,7 +198,6 @@ def _pack(
     return Layout(
         tokens=grid.reshape(height, width),
         positions=positions.reshape(height, width),
-        source=sources.reshape(height, width),
         predictors=nodes[row, column],
         units=units,
         buckets=tuple(buckets),

@@ -114,6 +114,7 @@ def miles_stage():
         Provider(name="batch", config=Nothing, build=build, field="advantage"),
         Provider(name="tis", config=Tis, build=build, field="correction"),
         Provider(name="reward_kl", config=Kl, build=build, field="reward_kl"),
+        Provider(name="kl", config=Kl, build=build, field="reward_kl"),
     ]
 
 @hookimpl
@@ -123,6 +124,7 @@ def miles_term():
         Provider(name="reinforce", config=Nothing, build=build, field="loss"),
         Provider(name="sft", config=Nothing, build=build, field="loss"),
         Provider(name="kl", config=Kl, build=build, field="kl"),
+        Provider(name="other_kl", config=Nothing, build=build, field="kl"),
         Provider(name="entropy", config=Nothing, build=build, field="entropy"),
         Provider(name="opsm", config=Nothing, build=build, field="correction"),
     ]
@@ -170,8 +172,8 @@ NAMES = {
     "sync": ["bucketed", "p2p"],
     "env": ["arithmetic", "jsonl"],
     "model": ["causal-lm"],
-    "stage": ["group", "mine", "batch", "tis", "reward_kl"],
-    "term": ["clip", "reinforce", "sft", "kl", "entropy", "opsm"],
+    "stage": ["group", "mine", "batch", "tis", "reward_kl", "kl"],
+    "term": ["clip", "reinforce", "sft", "kl", "other_kl", "entropy", "opsm"],
     "algorithm": ["grpo", "dr_grpo", "cispo", "sft", "odd", "ring", "ring2"],
     "extension": ["faster", "silent"],
     "tracker": ["paper"],

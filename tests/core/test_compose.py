@@ -107,6 +107,21 @@ def test_the_same_plugin_keeps_the_presets_keys_and_another_discards_them(compos
     assert run.policies["main"].algorithm.one("loss").use == "reinforce" and "lo" not in run.tree["algorithm"]["loss"]
 
 
+def test_another_plugin_over_a_preset_discards_even_cores_keys(compose):
+    [kl] = compose(BASE, "algorithm.kl.use=other_kl").policies["main"].algorithm.many("kl")
+    assert kl.core.coef == 1.0  # the preset's 0 was meant for its own plugin
+    text = BASE.replace("algorithm: {use: grpo,", "algorithm: {use: grpo, kl: {use: kl, coef: 0.5},")
+    [kl] = compose(text, "algorithm.kl.use=other_kl").policies["main"].algorithm.many("kl")
+    assert kl.core.coef == 0.5  # the file's own word stays
+
+
+def test_parts_have_different_names(compose):
+    algorithm = compose(BASE, "algorithm.advantage=batch", "algorithm.reward_kl=kl").policies["main"].algorithm
+    assert [p.name for field in ("reward_kl", "kl") for p in algorithm.many(field)] == ["kl", "kl-kl"]
+    message = refused(ConfigError, compose, BASE, "algorithm.corrections.group.use=opsm")
+    assert message == ("algorithm.corrections.group: another part of algorithm has that name\nFix: rename the instance")
+
+
 def test_choosing_another_plugin_on_the_command_line_keeps_cores_keys(compose):
     run = compose(BASE.replace("bucket_mib: 64", "bucket_mib: 64, min_engines: 1, deadline_s: 5"), "sync.use=p2p")
     assert run.sync.use == "p2p" and run.sync.core.deadline_s == 5.0

@@ -32,6 +32,7 @@ from miles_core.errors import (
 from miles_core.provider import Provider
 
 CORE = "miles-core"
+_UNREADABLE: dict[str, Any] = {"kind": "?", "name": "?", "major": 0, "module": "", "version": "?"}
 _GROUP = re.compile(r"miles\.([a-z_]+)\.v(\d+)")
 
 #: Distributions of this repository, for the `pip install` line of an unknown name.
@@ -114,31 +115,15 @@ class Catalogue:
         seen: set[str] = set()
         found = importlib.metadata.distributions(path=list(sys.path if path is None else path))
         for dist in found:
-            text = dist.read_text("entry_points.txt")
-            if not text or "[miles." not in text:
-                continue
-            meta = dist.metadata
-            name = re.sub(r"[-_.]+", "-", meta["Name"]).lower()
-            if name in seen:
-                continue
+            try:
+                name, offered = _entries_of(dist)
+            except Exception as error:  # a broken installation is a row of the listing, never the end of a run
+                name = str(getattr(dist, "_path", dist))
+                summary = f"unreadable metadata: {error}"
+                offered = (Entry(**_UNREADABLE, distribution=name, summary=summary),)
+            if name not in seen:
+                entries += offered
             seen.add(name)
-            requires = meta.get_all("Requires-Dist") or []
-            for point in dist.entry_points:
-                group = _GROUP.fullmatch(point.group)
-                if group:
-                    entries.append(
-                        Entry(
-                            kind=group[1],
-                            name=point.name,
-                            major=int(group[2]),
-                            module=point.value,
-                            distribution=name,
-                            version=meta["Version"],
-                            summary=meta["Summary"] or "",
-                            requires_core=_core_range(requires),
-                            extras=_extras(requires),
-                        )
-                    )
         return Catalogue(tuple(sorted(entries, key=lambda e: (e.kind, e.name, e.distribution, -e.major))))
 
     def entries(self, kind: str | None = None) -> tuple[Entry, ...]:
@@ -161,7 +146,7 @@ class Catalogue:
 
     def find(self, kind: str, name: str) -> Entry:
         """The entry that `name` stands for, judged by metadata only (unknown, ambiguous, gates A and B)."""
-        named = [e for e in self.entries(kind) if e.name == name]
+        named = [e for e in self.entries(kind) if e.name == name and kind in API_VERSIONS]
         if not named:
             raise self._unknown(kind, name)
         ours = API_VERSIONS[kind]
@@ -210,6 +195,10 @@ class Catalogue:
             return self._loaded[kind, name]
 
     def _register(self, entry: Entry) -> ModuleType:
+        if ":" in entry.module:
+            raise PluginContractError(
+                f"{entry}: its entry point names an object, {entry.module}", fix="name the module that holds the hooks"
+            )
         try:
             module = importlib.import_module(entry.module)
         except (Exception, SystemExit) as error:
@@ -257,9 +246,12 @@ class Catalogue:
     def _in_range(self, entry: Entry) -> bool:
         if not entry.requires_core or entry.distribution == CORE:
             return True
-        from packaging.specifiers import SpecifierSet
+        from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
-        return SpecifierSet(entry.requires_core).contains(self.core_version, prereleases=True)
+        try:
+            return SpecifierSet(entry.requires_core).contains(self.core_version, prereleases=True)
+        except InvalidSpecifier:
+            return False
 
     def _unknown(self, kind: str, name: str) -> UnknownPluginError:
         names = self.names(kind)
@@ -276,6 +268,26 @@ class Catalogue:
         else:
             fix = f"install the distribution that offers it, or use one of: {', '.join(names) or 'none is installed'}"
         return UnknownPluginError(f"no {kind} plugin is named {name!r}; installed: {installed}", fix=fix)
+
+
+def _entries_of(dist: importlib.metadata.Distribution) -> tuple[str, tuple[Entry, ...]]:
+    """Normalised name and entries of one distribution; metadata is parsed only where it has plugins."""
+    text = dist.read_text("entry_points.txt")
+    if not text or "[miles." not in text:
+        return "", ()
+    meta = dist.metadata
+    name = re.sub(r"[-_.]+", "-", meta["Name"]).lower()
+    requires = meta.get_all("Requires-Dist") or []
+    shared: dict[str, Any] = {
+        **{"distribution": name, "version": meta["Version"], "summary": meta["Summary"] or ""},
+        **{"requires_core": _core_range(requires), "extras": _extras(requires)},
+    }
+    groups = [(_GROUP.fullmatch(point.group), point) for point in dist.entry_points]
+    return name, tuple(
+        Entry(kind=group[1], name=point.name, major=int(group[2]), module=point.value, **shared)
+        for group, point in groups
+        if group
+    )
 
 
 def _manager() -> pluggy.PluginManager:

@@ -282,11 +282,40 @@ def test_a_broken_plugin_that_nobody_names_does_no_harm(plugins):
     assert plugins.catalogue().load("sync", "foo").provider.name == "foo"
 
 
+def test_an_entry_point_must_name_a_module(plugins):
+    plugins.add()
+    plugins.metadata("acme-miles-sync-foo", "1.0", "[miles.sync.v1]\nfoo = acme_miles_sync_foo:plugin\n")
+    with pytest.raises(PluginContractError) as error:
+        plugins.catalogue().load("sync", "foo")
+    assert message(error) == (
+        "sync plugin 'foo' (acme-miles-sync-foo 1.0): its entry point names an object, acme_miles_sync_foo:plugin\n"
+        "Fix: name the module that holds the hooks"
+    )
+
+
+def test_broken_metadata_is_a_row_and_harms_nobody(plugins):
+    plugins.add()
+    plugins.metadata("acme-torn", "1", "[miles.sync.v1]\nno equals sign\n")
+    plugins.metadata("acme-nameless", "1", "[miles.sync.v1]\nx = y\n")
+    (plugins.folder / "acme_nameless-1.dist-info" / "METADATA").write_text("")
+    plugins.add("acme-range", names=("range",), requires=["miles-core>=banana"])
+    catalogue = plugins.catalogue()
+    assert catalogue.load("sync", "foo").provider.name == "foo"
+    broken = [e for e in catalogue.entries() if e.kind == "?"]
+    assert len(broken) == 2 and all(e.summary.startswith("unreadable metadata: ") for e in broken)
+    assert {catalogue.state(e) for e in broken} == {"unknown kind"}
+    assert catalogue.state(catalogue.entries("sync")[1]) == "needs miles-core>=banana"
+    with pytest.raises(IncompatiblePluginError):
+        catalogue.load("sync", "range")
+
+
 def test_an_unknown_kind_and_foreign_groups_are_rows_at_most(plugins):
     plugins.metadata("acme-odd", "1", "[miles.teleport.v1]\nx = acme_odd\n[console_scripts]\ny = acme_odd:main\n")
     catalogue = plugins.catalogue()
     [entry] = [e for e in catalogue.entries() if e.distribution == "acme-odd"]
     assert catalogue.state(entry) == "unknown kind"
+    with pytest.raises(UnknownPluginError):
+        catalogue.load("teleport", "x")
 
 
 def test_a_distribution_installed_by_pip_is_found_in_a_fresh_interpreter(tmp_path):

@@ -15,7 +15,7 @@ from miles_core.contracts.weights import Evidence, Layout, Manifest, Receipt, Te
 from miles_core.errors import MilesError, WeightError
 from miles_core.provider import Place
 from miles_core.records import Version
-from miles_core.testing.suite import Conformance, check, refuses, refuses_async
+from miles_core.testing.suite import CheckError, Conformance, check, refuses, refuses_async
 from miles_core.testing.suites.recording import RecordingEngine, raw_digests, raw_of
 from miles_core.weights import check_receipt, manifest_root
 
@@ -242,6 +242,8 @@ class TransportConformance(Conformance):
                 engines[1].fail_on_load = "no room for this tensor"
                 try:
                     await rig.publish(version())
+                except CheckError:
+                    raise
                 except Exception as error:
                     check("an engine's error surfaces with its own text", "no room for" in str(error), repr(error))
                 else:

@@ -219,6 +219,32 @@ def test_plan_prints_parts_capabilities_placement_and_promises(miles):
         assert line in lines, out
 
 
+def test_plan_of_several_policies_and_engines_says_where_each_part_stands(miles):
+    Path("many.yaml").write_text(
+        """
+engines: {main: {use: toy, count: 2}, judge: {use: plain}}
+backend: sgd
+sync: bucketed
+policies:
+  alice: {model: {use: causal-lm, source: a}, envs: {math: {use: arithmetic}}, algorithm: grpo}
+  bob: {model: {use: causal-lm, source: b}, env: jsonl, algorithm: sft}
+"""
+    )
+    code, out, _ = miles("plan", "many.yaml")
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert code == 2  # there is no model
+    for line in (
+        "engines.judge rollout plain acme-parts 2.0",
+        "policies.alice.envs.math env arithmetic acme-parts 2.0",
+        "policies.bob.env env jsonl acme-parts 2.0",
+        "policies.bob.algorithm.loss term sft acme-parts 2.0",
+        "engine main: 2 of toy",
+        "policy bob: 16 groups x 1 episodes a step, 1 update(s); episodes: none, demonstrations are read; "
+        "strictly on-policy",
+    ):
+        assert line in lines, out
+
+
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [

@@ -100,48 +100,6 @@ def make_manifest(
     )
 
 
-def manifest_json(manifest: Manifest) -> str:
-    """Canonical JSON of a manifest (sorted keys, no spaces)."""
-    tree = {
-        "version": [manifest.version.policy, manifest.version.lineage, manifest.version.number],
-        "base_root": manifest.base_root,
-        "root": manifest.root,
-        "tensors": [
-            [s.name, s.dtype, list(s.shape), [[list(p.offsets), list(p.shape)] for p in s.pieces]]
-            for s in manifest.tensors
-        ],
-        "digests": {name: list(values) for name, values in manifest.digests.items()},
-    }
-    return json.dumps(tree, separators=(",", ":"), sort_keys=True)
-
-
-def manifest_from_json(text: str) -> Manifest:
-    """The inverse of `manifest_json`. Raises `WeightError` where the root does not fit the digests."""
-    try:
-        tree = json.loads(text)
-        policy, lineage, number = tree["version"]
-        tensors = [
-            TensorSpec(
-                name=name,
-                dtype=dtype,
-                shape=tuple(shape),
-                pieces=tuple(Piece(offsets=tuple(o), shape=tuple(n)) for o, n in pieces),
-            )
-            for name, dtype, shape, pieces in tree["tensors"]
-        ]
-        made = make_manifest(
-            Version(policy=policy, lineage=lineage, number=number), tensors, tree["digests"], tree["base_root"]
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise WeightError(f"a weight manifest is not readable: {error!r}", fix="publish the version again") from error
-    if made.root != tree["root"]:
-        raise WeightError(
-            f"the manifest of {made.version} says root {tree['root']}, its digests give {made.root}",
-            fix="publish the version again",
-        )
-    return made
-
-
 def check_receipt(manifest: Manifest, receipt: Receipt, minimum: Evidence, due: Iterable[str] | None = None) -> None:
     """Raise `WeightError` unless `receipt` proves `manifest` by evidence of at least `minimum`.
 

@@ -85,6 +85,25 @@ def test_a_deadline_names_the_holder_and_leaves_the_queue_sound():
     asyncio.run(main())
 
 
+def test_those_behind_one_that_gave_up_are_let_in():
+    async def main():
+        residency, _, _, _ = make()
+
+        async def enter(phase, deadline_s):
+            async with residency.turn(phase, deadline_s):
+                pass
+
+        async with residency.turn("sample"):
+            train = asyncio.create_task(enter("train", 0.05))
+            await asyncio.sleep(0)
+            behind = asyncio.create_task(enter("sample", 5.0))
+            with pytest.raises(DeadlineError):
+                await train
+            await asyncio.wait_for(behind, 1.0)
+
+    asyncio.run(main())
+
+
 def test_a_failing_tenant_ends_the_turn():
     async def main():
         residency, _, _, trainer = make()

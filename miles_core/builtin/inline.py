@@ -77,8 +77,9 @@ class InlineWorkers:
         self._cancelled.set()
 
     async def close(self) -> None:
-        if self._worker is not None and hasattr(self._worker, "close"):
-            await self._run("close", self._worker.close, 60.0)
+        worker, self._worker = self._worker, None  # closing twice is harmless
+        if worker is not None and hasattr(worker, "close"):
+            await self._run("close", worker.close, 60.0)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 

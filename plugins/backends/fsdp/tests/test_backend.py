@@ -420,12 +420,3 @@ def test_wrong_roles_are_named() -> None:
     with pytest.raises(LearnerError, match="'entropy' of role 'actor', which it does not declare"):
         backend.update(batch, [bound(Undeclared())])
     backend.close()
-
-
-def test_offload_on_a_cpu_does_nothing_and_knows_its_tags() -> None:
-    backend = make_backend()
-    backend.offload(["params", "optim"])
-    backend.onload(["params", "optim"])
-    with pytest.raises(BackendError, match="tags are"):
-        backend.offload(["kv"])
-    backend.close()

@@ -79,11 +79,15 @@ def _drawn(keys: dict[str, Any]) -> Any:
     return config
 
 
+def _class(config: Any) -> Any:
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+
+
 def empty(config: Any) -> Any:
     """A module on CPU with uninitialised float32 parameters and right buffers; draws no random number."""
     config._attn_implementation = NAME
     with torch.device("meta"):
-        lm = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+        lm = _class(config)(config)
     lm = lm.to(torch.float32).to_empty(device="cpu")
     lm.tie_weights()
     for name, child in list(lm.named_modules()):
@@ -95,7 +99,7 @@ def empty(config: Any) -> Any:
 
 def unverified_module(source: ModelSource, config: Any, seed: int) -> Any:
     """Any causal model as transformers builds it. Not safe beside another thread that loads a model."""
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    kind = _class(config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed % (1 << 63))
         if source.folder is None:

@@ -47,8 +47,8 @@ def attend(
     flat = [x.transpose(1, 2).reshape(height * width, x.shape[1], d) for x in (query, key, value)]
     outs = []
     for index in miles_rows.buckets:
-        picked = [x.index_select(0, index.view(-1)).view(*index.shape, -1, d).transpose(1, 2) for x in flat]
-        outs.append(_causal(*picked, scaling, sliding_window).transpose(1, 2).reshape(-1, heads, d))
+        q, k, v = (x.index_select(0, index.view(-1)).view(*index.shape, -1, d).transpose(1, 2) for x in flat)
+        outs.append(_causal(q, k, v, scaling, sliding_window).transpose(1, 2).reshape(-1, heads, d))
     joined = outs[0] if len(outs) == 1 else torch.cat(outs)
     return joined.index_select(0, miles_rows.inverse).view(height, width, heads, d), None
 

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from miles_core.provider import BuildContext
     from miles_core.records import Array
 
-TAGS = ("params", "grads", "optim")
-
 
 class FsdpBackend:
     """See `miles_core.contracts.backend.Backend`."""
@@ -258,7 +256,7 @@ class FsdpBackend:
             )
         role = self._role(policy, "actor")
         role.settle()
-        stream = role.adapter.export(role.module, role.full_tensors(meta))
+        stream: Iterator[tuple[TensorSpec, Tensor]] = role.adapter.export(role.module, role.full_tensors(meta))
         for extension in self._extensions:
             if hasattr(extension, "export"):
                 stream = extension.export(stream, layout, policy)
@@ -311,15 +309,13 @@ class FsdpBackend:
 
     def offload(self, tags: Sequence[str]) -> None:
         """On a CPU there is nowhere to move to, and nothing is done. Raises `CapabilityError` on a GPU."""
-        self._move(tags, "offload")
+        self._refuse_to_move("offload")
 
     def onload(self, tags: Sequence[str]) -> None:
         """The opposite of `offload`."""
-        self._move(tags, "onload")
+        self._refuse_to_move("onload")
 
-    def _move(self, tags: Sequence[str], what: Literal["offload", "onload"]) -> None:
-        if set(tags) - set(TAGS):
-            raise BackendError(f"{what} of {list(tags)}: tags are {', '.join(TAGS)}", fix="use these tags")
+    def _refuse_to_move(self, what: Literal["offload", "onload"]) -> None:
         if self._device.type == "cuda":
             raise CapabilityError(f"backend fsdp cannot {what} yet", fix="give trainer and engines their own devices")
 

@@ -76,7 +76,7 @@ class CausalLM:
 
     @torch.no_grad()
     def _load(self, module: CausalModule, folder: Path, head: str) -> None:
-        wanted = {}
+        wanted: dict[str, torch.Tensor] = {}
         for name, parameter in module.named_parameters():
             if name.startswith(names.PREFIX):
                 wanted |= dict(names.parts(name.removeprefix(names.PREFIX), parameter.detach(), module.vocabulary))
@@ -227,8 +227,7 @@ def _kept(micro: Batch, units: Array, trajectory: Array, targets: Array, put: An
     ids = flat[at].astype(np.int64)
     inside = np.zeros(len(units), bool)
     inside[row[ids == targets[row]]] = True
-    _refuse(micro, trajectory, (own > 0) & ~inside, "has a sampled token outside its kept set (keep_ids)")
-    return Kept(put(ids), put(row), put(own > 0))
+    return Kept(put(ids), put(row), put(own > 0), put((own > 0) & ~inside))
 
 
 def _refuse(micro: Batch, trajectory: Array, bad: Array, what: str) -> None:

@@ -101,8 +101,8 @@ def _copy(handle: Any, name: str, offset: int, shape: tuple[int, ...], shard: Sh
         shard.tensor.copy_(handle.get_tensor(name))
         return 1
     part = handle.get_slice(name)
-    start = max(offset, shard.offset)
-    end = min(offset + part.get_shape()[0], shard.offset + shard.tensor.shape[0])
+    start: int = max(offset, shard.offset)
+    end: int = min(offset + part.get_shape()[0], shard.offset + shard.tensor.shape[0])
     if start >= end:
         return 0
     shard.tensor[start - shard.offset : end - shard.offset].copy_(part[start - offset : end - offset])

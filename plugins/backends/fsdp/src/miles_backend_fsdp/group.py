@@ -51,7 +51,7 @@ def _init(rank: int, ranks: int, rendezvous: str | None, device: str, timeout: t
     kind = "nccl" if device == "cuda" else "gloo"
     where: dict[str, Any]
     if ranks == 1:
-        where = {"store": dist.HashStore()}
+        where = {"store": dist.HashStore()}  # type: ignore[attr-defined]
     elif rendezvous:
         where = {"init_method": rendezvous}
     else:

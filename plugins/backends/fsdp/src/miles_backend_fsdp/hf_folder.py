@@ -82,7 +82,7 @@ def write(folder: Path, stream: Iterable[tuple[str, Tensor]], *, keep: bool = Tr
     if count == 1:
         (folder / _temporary(1)).replace(folder / SINGLE)
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, inside in enumerate(names, start=1):
         file = f"model-{number:05d}-of-{count:05d}.safetensors"
         (folder / _temporary(number)).replace(folder / file)

@@ -19,11 +19,15 @@ from miles_backend_fsdp.attention import Rows
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The sets that sampling kept: `ids` int64 flat, `row` int64 the needed unit each belongs to, `has` bool [n]."""
+    """The sets that sampling kept: `ids` int64 flat, `row` int64 the needed unit each belongs to, `has` bool [n].
+
+    `outside` bool [n]: the unit's token is not in its own set; its log-probability is minus infinity.
+    """
 
     ids: Tensor
     row: Tensor
     has: Tensor
+    outside: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +101,12 @@ def _slice(asked: Asked, start: int, end: int) -> Asked:
     kept = None
     if asked.kept is not None:
         inside = (asked.kept.row >= start) & (asked.kept.row < end)
-        kept = Kept(asked.kept.ids[inside], asked.kept.row[inside] - start, asked.kept.has[start:end])
+        kept = Kept(
+            asked.kept.ids[inside],
+            asked.kept.row[inside] - start,
+            asked.kept.has[start:end],
+            asked.kept.outside[start:end],
+        )
     return Asked(
         asked.names,
         asked.predictors[start:end],
@@ -116,6 +125,6 @@ def _kept_logprobs(logits: Tensor, targets: Tensor, kept: Kept) -> Tensor:
     top = torch.where(kept.has, top, torch.zeros_like(top))
     mass = torch.zeros_like(chosen).index_add(0, kept.row, (values - top[kept.row]).exp())
     inside = torch.where(kept.has, mass, torch.ones_like(mass)).log() + top
-    if bool(kept.has.all()):
-        return chosen - inside
-    return chosen - torch.where(kept.has, inside, torch.logsumexp(logits, -1))
+    if not bool(kept.has.all()):
+        inside = torch.where(kept.has, inside, torch.logsumexp(logits, -1))
+    return (chosen - inside).masked_fill(kept.outside, -torch.inf)

@@ -48,4 +48,4 @@ class Recompute:
                 forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs
             )
 
-        block.forward = checkpointed  # type: ignore[method-assign]
+        block.forward = checkpointed

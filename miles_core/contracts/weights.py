@@ -147,7 +147,8 @@ class TransferPlan:
 class Transport(Protocol):
     """Kind `sync`, place `controller`. `plan` is pure and is run again when membership changes.
 
-    `phase`: `staged` transports carry before engines pause and only swap inside the pause; `live` ones carry inside it.
+    `phase`: `staged` transports carry before engines pause (`Sender.carry` runs with `Link.stage`) and only swap inside
+    the pause (`Link.carry`); `live` ones carry inside it (`Sender.carry` runs with `Link.carry`).
     """
 
     phase: Literal["staged", "live"]

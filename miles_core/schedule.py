@@ -195,9 +195,10 @@ class Loop:
     # --- sampling ----------------------------------------------------------------------------------------------------
 
     def _admit(self, side: Side) -> None:
-        """Start every lease that the bound allows now."""
+        """Drop what grew too old, and start every lease that the bound allows now."""
         if self._closing or side.book.published < 0:
             return
+        self._evict(side)
         rounds = self._round + 1 if self._stop.is_set() else self._steps
         bound = limit(side.schedule, side.book.published, rounds * side.setup.share)
         while self._ledger.open_slots(side.name) < bound:
@@ -299,7 +300,6 @@ class Loop:
         """The groups of `step`, in slot order, once they are there."""
         while True:
             self._wake.clear()
-            self._evict(side)
             self._admit(side)
             chosen = side.choose(self._ledger.waiting(side.name), step)
             if chosen is not None:

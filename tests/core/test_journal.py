@@ -337,9 +337,11 @@ def test_a_failure_of_any_operation_is_one_clear_error(tmp_path, what):
 def test_after_a_failure_nothing_more_is_taken(folder):
     disk = Disk()
     journal = Journal(folder, files=disk)
-    disk.fail_at[disk.operations] = "error"
+    disk.fail_at[disk.operations] = "torn"
+    size = journal.position()[1]
     with pytest.raises(JournalError, match="could not be written"):
         journal.append("note", {"n": 0})
+    assert (folder / "000000.frames").stat().st_size == size  # the half that was written is cut off
     with pytest.raises(JournalError, match=r"takes no more records: it could not be written: .*No space"):
         journal.append("note", {"n": 1})
     journal.close()

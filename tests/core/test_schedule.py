@@ -12,6 +12,10 @@ from miles_core.config.schema import EvalConfig, ScheduleConfig
 from miles_core.errors import CombinationError, DeadlineError, JournalError, RecordError, StarvedError
 from miles_core.history import check_history
 from miles_core.journal import read
+from miles_core.ledger import Lease, Ledger, Open
+from miles_core.records import Task
+from miles_core.schedule import PolicySetup
+from miles_core.side import Side
 from miles_core.testing.simulation import Deadlock, Disk, Scenario, Simulation, VirtualClock, digest
 
 SMALL = ScheduleConfig(groups_per_step=3, group_size=2)
@@ -236,6 +240,66 @@ def test_evaluation_and_the_best_checkpoint(folder):
     assert sim.ledger.books["main"].ended["evaluated"] == 20
 
 
+def test_an_evaluation_is_not_repeated_by_a_resume(folder):
+    evaluation = EvalConfig(every=2, tasks=3)
+    sim = Simulation(Scenario(schedule=SMALL, steps=5, evaluation=evaluation, checkpoint_every=2), folder)
+    sim.stop_after = 3
+    sim.run()
+    sim.checkpoints = {2: sim.checkpoints[2]}
+    sim.stop_after = None
+    sim.run()
+    assert [step for step, side, _, _ in sim.metrics_seen if side == "eval"] == [0, 2, 4, 5]
+
+
+def test_what_is_evaluated_is_what_was_trained(folder):
+    """Step 2 is no publication (every 3), so the evaluation there asks for one."""
+    schedule = replace(SMALL, max_staleness=2, publish_every=3)
+    evaluation = EvalConfig(every=2, tasks=3)
+    sim = Simulation(Scenario(schedule=schedule, steps=6, evaluation=evaluation), folder)
+    sim.run()
+    proven(sim)
+    assert sim.published == [f"main@0.{n}" for n in (0, 2, 3, 4, 6)]
+
+
+def test_ready_takes_first_what_can_wait_least():
+    ledger = Ledger(None, {"main": replace(SMALL, order="ready", max_staleness=3)})
+    setup = PolicySetup(name="main", schedule=ledger.schedules["main"], tasks=None, learner=None)
+    side = Side(setup, ledger)
+    ages = {"a": (2, 2), "b": (1, 3), "c": None, "d": (0, 0), "e": (2, 2)}  # in order of finishing
+
+    def waiting(name, slot):
+        task = Task(id=name, prompt="")
+        return Open(
+            Lease(
+                id=name, policy="main", slot=slot, task=task, attempt=0, env="toy", position=slot, split="train",
+                started_version=0,
+            ),
+            versions=ages[name],
+        )  # fmt: skip
+
+    entries = [waiting(name, slot) for slot, name in enumerate(ages)]
+    assert [e.lease.id for e in side.choose(entries, 3)] == ["a", "b", "d"]  # in slot order
+    assert side.choose(entries[:2], 3) is None
+
+
+def test_progress_counts_towards_the_next_batch(folder):
+    sim = Simulation(Scenario(schedule=replace(SMALL, max_staleness=1), steps=8, train_s=20.0), folder)
+    sim.run()
+    seen = [(f["step"], f["done"], f["of"]) for kind, f in sim.events if kind == "group_finished"]
+    assert {step for step, _, _ in seen} >= set(range(2, 8))  # whose groups finished while the step before trained
+    assert max(done for _, done, _ in seen) == 3 and {of for _, _, of in seen} == {3}
+
+
+def test_a_slot_is_free_as_soon_as_its_group_is_too_old(folder):
+    """While step 1 trains, a group of version 0 can no longer be part of step 2: it makes room at once."""
+    schedule = ScheduleConfig(groups_per_step=3, group_size=1, max_staleness=1, order="ready", oversample=3)
+    sim = Simulation(Scenario(schedule=schedule, steps=4, train_s=50.0), folder)
+    sim.run()
+    proven(sim)
+    told = [f.get("version", kind) for kind, f in sim.events if kind in ("published", "lease_stale")]
+    assert told.index("lease_stale") < told.index("main@0.2")
+
+
 def test_checkpoints_at_their_interval_and_at_the_end(folder):
     sim = Simulation(Scenario(schedule=SMALL, steps=5, checkpoint_every=2), folder)
     sim.run()
@@ -264,7 +328,7 @@ def test_a_stop_request_starts_nothing_beyond_the_step(folder):
     issued = sim.ledger.books["main"].ended["issued"]
     assert sim.ledger.books["main"].ended["trained"] == 9
     assert issued == 9 + sim.ledger.books["main"].ended["returned"] + len(sim.ledger.waiting("main"))
-    assert issued <= 3 * (3 + 1 + 2)
+    assert issued <= 3 * (2 + 1 + 2)  # what version 2 allowed: step 2 was running when the stop was asked for
     assert sim.ledger.in_flight("main") == []
 
 
@@ -282,9 +346,9 @@ def test_a_finished_run_can_be_extended(folder, tmp_path):
 def test_resuming_a_finished_run_does_nothing(folder):
     sim = Simulation(Scenario(schedule=SMALL, steps=3), folder)
     sim.run()
-    before = list(sim.trained)
+    before = list(sim.trained), dict(sim.checkpoints)
     assert sim.run().status == "finished"
-    assert sim.trained == before
+    assert (sim.trained, sim.checkpoints) == before
 
 
 def test_the_first_error_of_the_sampler_surfaces_and_cancels_training(folder):

@@ -1,7 +1,6 @@
-"""The controller of one run: prepare, open, drive, close.
+"""The controller of one run: open, drive, close.
 
-`prepare` does everything that bad input can get wrong and creates nothing: capabilities, model sources, environments,
-their first prompts, stages. `Controller.open` builds engines and trainer, still without touching the disk; only then is
+`Controller.open` builds engines and trainer from what `prepare` checked, still without touching the disk; only then is
 the run directory made. `Controller.run` hands everything to the one loop (`schedule.Loop`).
 """
 
@@ -14,14 +13,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from miles_core.compatibility import match_capabilities, plugin_lock
-from miles_core.config.schema import Part
-from miles_core.config.source import resolve_source
 from miles_core.contracts.launcher import WorkerSpec
-from miles_core.errors import CombinationError, DataError, MilesError
+from miles_core.errors import CombinationError, MilesError
 from miles_core.feed import TaskFeed
 from miles_core.learner import Learner
 from miles_core.pool import Pool
+from miles_core.prepare import Prepared, build_renderer
 from miles_core.provider import Place
 from miles_core.publish import Publisher, Publishers
 from miles_core.records import Sampling
@@ -36,8 +33,6 @@ if TYPE_CHECKING:
     from miles_core.contracts.engine import Engine
     from miles_core.contracts.launcher import Tracker, Workers
     from miles_core.contracts.learning import Output, UpdateResult
-    from miles_core.contracts.model import ModelSource
-    from miles_core.discovery import Catalogue
     from miles_core.ledger import Ledger
     from miles_core.records import Array, Group
     from miles_core.run import RunDir
@@ -46,104 +41,6 @@ if TYPE_CHECKING:
 
 CALL_TIMEOUT_S = 7200.0  # one score, update or save of the trainer
 START_TIMEOUT_S = 1800.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """What `prepare` found out: everything that the controller builds without engines or trainer, by policy."""
-
-    wiring: Wiring
-    lock: Mapping[str, Any]
-    sources: Sources
-    renderers: Mapping[str, Any]
-    envs: Mapping[str, Mapping[str, Any]]
-    stages: Mapping[str, dict[str, list[tuple[str, Any]]]]
-    filters: Mapping[str, Mapping[str, Any]]
-    extensions: tuple[Any, ...]
-    columns: Mapping[str, Mapping[str, ColumnSpec]]
-
-
-def prepare(run_file: RunFile, catalogue: Catalogue, run_dir: Path, export: Callable[..., Path]) -> Prepared:
-    """Check everything that needs neither engine nor trainer. Raises `InputError`s; creates nothing but exports of
-    other runs (`export(run_dir, step) -> folder` makes a Hugging Face folder of a run's checkpoint)."""
-    match_capabilities(run_file, catalogue)
-    wiring = Wiring(run_file, catalogue, run_dir)
-    sources = {p.name: model_sources(p, wiring, export) for p in run_file.policies.values()}
-    extensions = wiring.extensions(Place.CONTROLLER)
-    renderers, envs, stages, filters, columns = {}, {}, {}, {}, {}
-    for policy in run_file.policies.values():
-        name = policy.name
-        renderers[name] = build_renderer(wiring, policy, sources[name]["actor"], Place.CONTROLLER)
-        envs[name] = {
-            key: wiring.build(part, Place.CONTROLLER, policy=name, renderer=renderers[name])
-            for key, part in policy.envs.items()
-        }
-        for key, env in envs[name].items():
-            _probe(key, env, renderers[name], evaluates=run_file.eval.every is not None)
-        stages[name] = wiring.stages(policy)
-        filters[name] = {
-            part.name: wiring.build(part, Place.CONTROLLER, policy=name) for part in policy.algorithm.many("filters")
-        }
-        columns[name] = column_specs(stages[name], extensions)
-    return Prepared(
-        wiring=wiring,
-        lock=plugin_lock(run_file.parts(), catalogue),
-        sources=sources,
-        renderers=renderers,
-        envs=envs,
-        stages=stages,
-        filters=filters,
-        extensions=extensions,
-        columns=columns,
-    )
-
-
-def model_sources(policy: Policy, wiring: Wiring, export: Callable[[Path, int | None], Path]) -> dict[str, ModelSource]:
-    """The actor's source, and a role's own where it names one. `export(run_dir, step)` makes a folder of a run."""
-    folder = wiring.run.run.folder
-
-    def resolve(part: Part) -> ModelSource:
-        return resolve_source(
-            part,
-            wiring.run.run.seed,
-            run_loader=export,
-            base=Path(folder) if folder else None,
-            catalogue=wiring.catalogue,
-        )
-
-    own = resolve(policy.model)
-    found = {}
-    for name, role in policy.roles.items():
-        keys = replace(policy.model.core, source=role.source, architecture=None) if role.source else None
-        found[name] = own if keys is None else resolve(replace(policy.model, core=keys))
-    return found
-
-
-def build_renderer(wiring: Wiring, policy: Policy, source: ModelSource, place: Place) -> Any:
-    """The policy's renderer, with the built-in tokenizer that `model.tokenizer` names (a folder is in the source)."""
-    keys = policy.model.core
-    tokenizer = None
-    if keys.tokenizer is not None and source.tokenizer_folder is None:
-        loaded = wiring.catalogue.load("tokenizer", keys.tokenizer)
-        part = Part(
-            kind="tokenizer", name=keys.tokenizer, use=keys.tokenizer, options=loaded.provider.config(), core=keys
-        )
-        tokenizer = wiring.build(part, place, policy=policy.name)
-    return wiring.build(policy.renderer, place, policy=policy.name, model=source, tokenizer=tokenizer)
-
-
-def _probe(name: str, env: Any, renderer: Any, *, evaluates: bool) -> None:
-    """Hand out the first task of each split that the run needs, and render it."""
-    for split in ("train", "eval") if evaluates else ("train",):
-        if split not in env.task_splits:
-            raise DataError(
-                f"environment {name!r} has no split {split!r}; it has {list(env.task_splits)}",
-                fix="give it one, or set eval.every: null" if split == "eval" else "choose another environment",
-            )
-        source = env.tasks(split)
-        if source.size == 0:
-            raise DataError(f"split {split!r} of environment {name!r} is empty", fix="give it at least one task")
-        renderer.prompt(source.task(0).prompt)
 
 
 @dataclass

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miles_core.compatibility import check_lock
-from miles_core.controller import Controller, Prepared, describe_failure, prepare
+from miles_core.controller import Controller, describe_failure
 from miles_core.errors import JournalError, ResumeError
 from miles_core.export import export_cached
 from miles_core.journal import Journal
 from miles_core.ledger import Ledger
+from miles_core.prepare import Prepared, prepare
 from miles_core.provider import Place
 from miles_core.run import Checkpoint, RunDir, check_resume, refuse_existing
 

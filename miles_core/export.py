@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from miles_core.config.compose import from_tree
-from miles_core.controller import build_renderer, model_sources
 from miles_core.discovery import scan
 from miles_core.errors import InputError, RunExistsError
+from miles_core.prepare import build_renderer, model_sources
 from miles_core.provider import Place
 from miles_core.run import RunDir
 from miles_core.wiring import TrainerWorker, Wiring

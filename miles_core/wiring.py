@@ -62,9 +62,10 @@ class Wiring:
         except MilesError:
             raise
         except ImportError as error:
+            lacking = (error.name or "what it imports").partition(".")[0]
             raise MissingExtraError(
                 f"{part.kind} {part.use!r} ({loaded.distribution} {loaded.version}) cannot be built: {error}",
-                fix=f"pip install {(error.name or 'what it imports').split('.')[0]}, or the extra that {loaded.distribution} names",
+                fix=f"pip install {lacking}, or the extra that {loaded.distribution} names for it",
             ) from error
         check_product(loaded, place, product)
         return product

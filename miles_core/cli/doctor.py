@@ -99,9 +99,9 @@ def of_file(file: Path, overrides: tuple[str, ...], catalogue: Catalogue) -> lis
 
 
 def _prepared(run_file: RunFile, catalogue: Catalogue) -> Finding:
-    from miles_core.controller import prepare
     from miles_core.driver import run_path
     from miles_core.export import export_cached
+    from miles_core.prepare import prepare
 
     try:
         prepare(run_file, catalogue, run_path(run_file), export_cached)

@@ -131,8 +131,8 @@ def placement(run_file: RunFile) -> list[str]:
 
 def _models(run_file: RunFile, catalogue: Catalogue, path: Path) -> list[str]:
     """Model sources with their sizes; also finds what an environment or a prompt template would refuse."""
-    from miles_core.controller import prepare
     from miles_core.export import export_cached
+    from miles_core.prepare import prepare
 
     prepared = prepare(run_file, catalogue, path, export_cached)
     engines = sum(part.core.count for part in run_file.engines.values())

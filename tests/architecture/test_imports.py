@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from miles_core import API_VERSIONS
+
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "ray", "vllm", "sglang", "megatron")
 
@@ -33,7 +35,8 @@ def test_listing_plugins_imports_no_plugin_and_nothing_heavy():
 
 
 def _plugin_modules() -> list[str]:
-    return sorted({e.value for e in entry_points() if e.group.startswith("miles.") and e.group.endswith(".v1")})
+    groups = [f"miles.{kind}.v{major}" for kind, major in API_VERSIONS.items()]
+    return sorted({entry.value for group in groups for entry in entry_points(group=group)})
 
 
 @pytest.mark.parametrize("module", _plugin_modules())

@@ -63,7 +63,7 @@ def test_a_column_that_only_some_have_needs_a_spec_that_says_so():
     some = group(0, [[1], [1]])
     first = some.episodes[0].trajectories[0]
     first.columns["x.extra"] = np.ones(3, np.float32)
-    with pytest.raises(RecordError, match="lacks column 'x.extra'"):
+    with pytest.raises(RecordError, match=r"lacks column 'x\.extra'"):
         collate("main", 0, [some], {**CORE_COLUMNS, "x.extra": spec})
     optional = ColumnSpec(name="x.extra", level=Level.UNIT, dtype="float32", fill=-1, required=False)
     batch = collate("main", 0, [some], {**CORE_COLUMNS, "x.extra": optional})

@@ -102,7 +102,7 @@ class ConsoleTracker:
 
     def event(self, kind: str, fields: Mapping[str, Any]) -> None:
         policy = str(fields.get("policy", self._policies[0]))
-        if kind in ("group_finished", "evaluating") and self._progress is not None:
+        if kind in ("group_finished", "evaluating") and self._progress is not None and "done" in fields:
             what = "groups" if kind == "group_finished" else "evaluation"
             bar, _ = self._bars[policy]
             self._progress.update(

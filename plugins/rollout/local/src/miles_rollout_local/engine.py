@@ -220,7 +220,7 @@ class LocalEngine:
         ids[:, :length] = tokens
         logits, entries = s.forward.prefill(torch.from_numpy(ids), torch.full((rows,), length))
         arena = s._room(entries)
-        arena[:, :, :width] = entries[:, :1]
+        arena[:, :, :, :width] = entries[:, :1]
         where = torch.full((s.rows,), length)
         mask = (torch.arange(s.capacity) <= length).expand(s.rows, 1, 1, -1)
         decoded = s.forward.decode(torch.zeros(s.rows, dtype=torch.int64), where, arena, s.capacity, mask)

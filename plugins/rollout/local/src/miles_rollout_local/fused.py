@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 
 class FusedForward:
-    """Runs a verified model. `entry` is the shape of one token's keys and values in one layer: [2 * kv heads, head
-    dim], keys first."""
+    """Runs a verified model. Keys and values lie head by head ([…, 2 * kv heads, tokens, head dim], keys first):
+    attention reads each head's tokens in one run of memory."""
 
     def __init__(self, model: Any, max_length: int, *, invariant: bool = False) -> None:
         settings = model.config
@@ -37,23 +37,20 @@ class FusedForward:
         self.cos = cos[0, :, None]  # [positions, 1, head_dim]
         self.sin = torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)[:, None]
 
-    @property
-    def entry(self) -> tuple[int, int]:
-        return 2 * self.kv_heads, self.head_dim
-
     def prefill(self, ids: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`ids` int64 [b, t], padded on the right to t; `lengths` int64 [b].
 
         Returns logits float32 [b, vocabulary] after each row's last token, and keys and values
-        [layers, b, t, 2 * kv heads, head dim]; entries beyond a row's length are meaningless.
+        [layers, b, 2 * kv heads, t, head dim]; entries beyond a row's length are meaningless.
         """
         b, t = ids.shape
-        entries = torch.empty(len(self.layers), b, t, *self.entry, dtype=self.head.weight.dtype)
+        shape = (len(self.layers), b, 2 * self.kv_heads, t, self.head_dim)
+        entries = torch.empty(shape, dtype=self.head.weight.dtype)
 
         def attend(index: int, heads: torch.Tensor) -> torch.Tensor:
-            heads = heads.view(b, t, -1, self.head_dim)
-            entries[index] = heads[:, :, self.heads :]
-            q, k, v = heads.transpose(1, 2).split([self.heads, self.kv_heads, self.kv_heads], 1)
+            heads = heads.view(b, t, -1, self.head_dim).transpose(1, 2)
+            entries[index] = heads[:, self.heads :]
+            q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], 1)
             # Padding stands on the right, so a causal mask already hides it from every real token.
             out = F.scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=self.scaling, enable_gqa=self.heads != self.kv_heads
@@ -68,20 +65,18 @@ class FusedForward:
     def decode(
         self, ids: torch.Tensor, positions: torch.Tensor, arena: torch.Tensor, span: int, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """One token for rows 0 … n-1 of `arena` [layers, rows, capacity, 2 * kv heads, head dim].
+        """One token for rows 0 … n-1 of `arena` [layers, rows, 2 * kv heads, capacity, head dim].
 
         `ids`, `positions` int64 [n]; entries are written at `positions`; `mask` bool [n, 1, 1, span] says which of the
         first `span` entries a row may see (`None`: all). Returns logits float32 [n, vocabulary].
         """
         n = len(ids)
-        capacity = arena.shape[2]
-        width = arena.shape[3] * arena.shape[4]
-        place = torch.arange(n) * capacity + positions
+        place = places(arena, positions)
 
         def attend(index: int, heads: torch.Tensor) -> torch.Tensor:
             cache = arena[index]
-            cache.view(-1, width).index_copy_(0, place, heads[:, self.heads :].view(n, width))
-            seen = cache[:n, :span].transpose(1, 2)
+            cache.view(-1, self.head_dim).index_copy_(0, place, heads[:, self.heads :].reshape(-1, self.head_dim))
+            seen = cache[:n, :, :span]
             q = heads[:, : self.heads].view(n, self.kv_heads, -1, self.head_dim)
             k, v = seen[:, : self.kv_heads], seen[:, self.kv_heads :]
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scaling).reshape(n, -1)
@@ -124,6 +119,13 @@ class FusedForward:
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(F.rms_norm(x, (self.hidden,), self.body.norm.weight, self.eps)).float()
+
+
+def places(arena: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """int64 [n * heads]: where token `positions[row]` of every head of rows 0 … n-1 lies among a layer's entries."""
+    heads, capacity = arena.shape[2:4]
+    first = torch.arange(len(positions) * heads).view(-1, heads) * capacity
+    return (first + positions[:, None]).view(-1)
 
 
 def _project(x: torch.Tensor, y: torch.Tensor, linear: Any) -> torch.Tensor:

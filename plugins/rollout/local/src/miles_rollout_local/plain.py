@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from miles_core.errors import EngineError
+from miles_rollout_local.fused import places
 
 
 class _Recorder:
@@ -29,7 +30,7 @@ class _Recorder:
                 "keys and values of one shape, one pair a layer, in order",
                 fix="choose another engine for this architecture",
             )
-        self.entries.append(torch.cat([key, value], 1).transpose(1, 2))  # [b, t, 2 * kv heads, head dim]
+        self.entries.append(torch.cat([key, value], 1))  # [b, 2 * kv heads, t, head dim]
         return key, value
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -48,14 +49,13 @@ class _Slots(_Recorder):
     def __init__(self, arena: torch.Tensor, positions: torch.Tensor, span: int) -> None:
         super().__init__()
         self.arena, self.span, self.rows = arena, span, len(positions)
-        self.place = torch.arange(self.rows) * arena.shape[2] + positions
+        self.place = places(arena, positions)
 
     def update(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         cache = self.arena[layer_idx]
-        entry = torch.cat([key, value], 1).reshape(self.rows, -1)
-        cache.view(-1, entry.shape[1]).index_copy_(0, self.place, entry)
-        seen = cache[: self.rows, : self.span].transpose(1, 2)
-        return seen.chunk(2, 1)
+        width = key.shape[-1]
+        cache.view(-1, width).index_copy_(0, self.place, torch.cat([key, value], 1).reshape(-1, width))
+        return cache[: self.rows, :, : self.span].chunk(2, 1)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.span - 1

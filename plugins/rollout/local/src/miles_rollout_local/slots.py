@@ -224,8 +224,9 @@ class Slots:
             source = np.full(len(contexts), -1)
             source[members] = np.arange(len(members))
             taken = np.flatnonzero(source[index] >= 0)
-            span = min(width, arena.shape[2])
-            arena[:, torch.from_numpy(first + taken), :span] = entries[:, torch.from_numpy(source[index[taken]]), :span]
+            span = min(width, arena.shape[3])
+            chosen = entries[:, torch.from_numpy(source[index[taken]]), :, :span]
+            arena[:, torch.from_numpy(first + taken), :, :span] = chosen
             for row, member in enumerate(members):
                 results[member] = logits[row]
         return torch.stack(results)  # type: ignore[arg-type]
@@ -311,7 +312,7 @@ class Slots:
                 self.jobs[hole] = self.jobs[mover]
             if self.arena is not None:
                 span = int(self.state["length"][holes].max())
-                self.arena[:, holes, :span] = self.arena[:, movers, :span]
+                self.arena[:, holes, :, :span] = self.arena[:, movers, :, :span]
         del self.jobs[left:]
 
     def _store(self, row: int, job: Job) -> None:
@@ -350,17 +351,17 @@ class Slots:
             return
         self.capacity = max(span, min(self.max_length, max(32, 2 * self.capacity)))
         if self.arena is not None:
-            layers, rows, held, *entry = self.arena.shape
-            wider = self.arena.new_zeros(layers, rows, self.capacity, *entry)
+            layers, rows, heads, held, width = self.arena.shape
+            wider = self.arena.new_zeros(layers, rows, heads, self.capacity, width)
             used = len(self.jobs)
-            wider[:, :used, :held] = self.arena[:, :used]
+            wider[:, :used, :, :held] = self.arena[:, :used]
             self.arena = wider
 
     def _room(self, entries: torch.Tensor) -> torch.Tensor:
-        """The arena [layers, rows, capacity, *entry], made when the first entries show their shape."""
+        """The arena [layers, rows, heads, capacity, head dim], made when the first entries show their shape."""
         if self.arena is None:
-            layers, _, _, *entry = entries.shape
-            self.arena = entries.new_zeros(layers, self.rows, self.capacity, *entry)
+            layers, _, heads, _, width = entries.shape
+            self.arena = entries.new_zeros(layers, self.rows, heads, self.capacity, width)
         return self.arena
 
     def _widen(self, count: int) -> None:

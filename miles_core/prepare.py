@@ -64,7 +64,7 @@ def prepare(run_file: RunFile, catalogue: Catalogue, run_dir: Path, export: Call
         columns[name] = column_specs(stages[name], extensions)
     return Prepared(
         wiring=wiring,
-        lock=plugin_lock(run_file.parts(), catalogue),
+        lock=plugin_lock([*run_file.parts(), *_unbuilt(run_file, catalogue)], catalogue),
         sources=sources,
         renderers=renderers,
         envs=envs,
@@ -73,6 +73,15 @@ def prepare(run_file: RunFile, catalogue: Catalogue, run_dir: Path, export: Call
         extensions=extensions,
         columns=columns,
     )
+
+
+def _unbuilt(run_file: RunFile, catalogue: Catalogue) -> list[Part]:
+    """Presets and built-in tokenizers: no instance stands for them in the run file, and they decide what runs."""
+    found = [("algorithm", p.algorithm.preset) for p in run_file.policies.values() if p.algorithm.preset]
+    known = catalogue.names("tokenizer")
+    named = [p.model.core.tokenizer for p in run_file.policies.values()]
+    found += [("tokenizer", name) for name in named if name in known]
+    return [Part(kind=kind, name=use, use=use, options=None) for kind, use in found]
 
 
 def model_sources(policy: Policy, wiring: Wiring, export: Callable[[Path, int | None], Path]) -> dict[str, ModelSource]:

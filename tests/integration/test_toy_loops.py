@@ -180,6 +180,11 @@ def test_best_checkpoint_is_kept(toy):
     assert ran.run.best().step == best[0]
 
 
+def test_the_lock_names_everything_that_decides_what_runs(toy):
+    lock = toy("run.steps=1", "trackers={jsonl: {}}").run.lock()
+    assert sorted(lock["distributions"]) == ["miles-core", "miles-testing-toys"]
+
+
 def _frames(ran):
     from miles_core.journal import read
 

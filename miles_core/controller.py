@@ -13,7 +13,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from miles_core.columns import collate
 from miles_core.contracts.launcher import WorkerSpec
+from miles_core.contracts.learning import Output
 from miles_core.errors import CombinationError, MilesError
 from miles_core.feed import TaskFeed
 from miles_core.learner import Learner
@@ -21,9 +23,9 @@ from miles_core.pool import Pool
 from miles_core.prepare import Prepared, build_renderer
 from miles_core.provider import Place
 from miles_core.publish import Publisher, Publishers
-from miles_core.records import Sampling
+from miles_core.records import Group, Metric, Sampling, Task, group_id
 from miles_core.rollouts import write_samples
-from miles_core.sampler import RemoteSampler, Sampler, SamplerEndpoint, SamplingPolicy
+from miles_core.sampler import RemoteSampler, Sampler, SamplerEndpoint, SamplingPolicy, demonstrations
 from miles_core.schedule import Loop, PolicySetup, RunResult
 from miles_core.wiring import Wiring, check_roles, column_specs, sources_from_plain, sources_to_plain, wire
 
@@ -32,9 +34,9 @@ if TYPE_CHECKING:
     from miles_core.config.schema import Policy, RunFile
     from miles_core.contracts.engine import Engine
     from miles_core.contracts.launcher import Tracker, Workers
-    from miles_core.contracts.learning import Output, UpdateResult
+    from miles_core.contracts.learning import UpdateResult
     from miles_core.ledger import Ledger
-    from miles_core.records import Array, Group
+    from miles_core.records import Array
     from miles_core.run import RunDir
     from miles_core.schedule import Stop
     from miles_core.wiring import Sources
@@ -59,6 +61,31 @@ class _Trainer:
 
     async def blend(self, policy: str, dst: str, src: str, decay: float) -> None:
         await self.workers.call("blend", policy, dst, src, decay, timeout_s=CALL_TIMEOUT_S)
+
+
+@dataclass
+class _EvaluationLoss:
+    """`eval/loss` of a policy that learns from demonstrations without an engine: mean -log π over their tokens."""
+
+    sampling: SamplingPolicy
+    tasks: Sequence[tuple[str, Task]]
+    trainer: _Trainer
+
+    async def __call__(self, step: int) -> Mapping[str, Metric]:
+        groups = [
+            Group(
+                id=group_id(task.id, 0),
+                policy=self.sampling.name,
+                slot=-1,
+                attempt=0,
+                task=task,
+                episodes=demonstrations(self.sampling, task, 0, 1),
+            )
+            for _, task in self.tasks
+        ]
+        batch = collate(self.sampling.name, step, groups, self.sampling.columns)
+        logprobs = (await self.trainer.score(batch, (Output(name="logprobs"),)))["proximal_logprobs"]
+        return {"eval/loss": (-float(logprobs[batch.kept].sum(dtype="float64")), float(batch.kept.sum()))}
 
 
 @dataclass
@@ -169,7 +196,7 @@ class Controller:
     def _setup(self, policy: Policy) -> PolicySetup:
         run, name = self.prepared.wiring.run, policy.name
         sampling = sampling_of(run)
-        demonstrations = policy.algorithm.keys.episodes == "demonstrations"
+        shown, tasks = policy.algorithm.keys.episodes == "demonstrations", self._tasks(policy)
         evaluation = None
         if sampling is not None and run.eval.every is not None:
             evaluation = Sampling(
@@ -180,13 +207,19 @@ class Controller:
         return PolicySetup(
             name=name,
             schedule=policy.schedule,
-            tasks=self._tasks(policy),
+            tasks=tasks,
             learner=self.learners[name],
             share=policy.share,
             filters=self.prepared.filters[name],
-            sampling=None if demonstrations else sampling,
+            sampling=None if shown else sampling,
             eval_sampling=evaluation,
+            evaluate=self._loss(policy, tasks) if shown and sampling is None and run.eval.every is not None else None,
         )
+
+    def _loss(self, policy: Policy, tasks: TaskFeed) -> _EvaluationLoss:
+        prepared, wiring = self.prepared, self.prepared.wiring
+        sampling = _sampling_policies(wiring, prepared.renderers, prepared.envs, prepared.columns)[policy.name]
+        return _EvaluationLoss(sampling, tasks.evaluation(wiring.run.eval.tasks), _Trainer(self.trainer))
 
     def _tasks(self, policy: Policy) -> TaskFeed:
         envs = self.prepared.envs[policy.name]

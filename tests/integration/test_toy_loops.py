@@ -135,6 +135,14 @@ def test_demonstrations_need_no_engine(toy):
     assert losses[-1] < losses[0]
 
 
+def test_without_an_engine_an_evaluation_reports_the_loss(toy):
+    nothing = ("algorithm=toy-sft", "rollout=null", "sync=null", "schedule.group_size=1", "run.steps=20")
+    ran = toy(*nothing, "eval={every: 10, tasks: 12}")
+    found = ran.curve("eval/loss")
+    assert len(found) == 3 and found[-1] < found[0]
+    assert ran.run.best().step == {1: 10, 2: 20}[found.index(min(found))], "the lowest loss is the best"
+
+
 def test_a_filter_that_rejects_everything_stops_with_its_name(toy):
     filters = "algorithm.filters={spread: {use: toy, minimum: 5.0}}"
     with pytest.raises(StarvedError, match="spread"):

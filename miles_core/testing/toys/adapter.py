@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -162,20 +163,27 @@ class ToyResolver:
             ) from error
         name = f"{path.stem}-{_digest(path)}"
         target = cache / name
-        if (target / "DONE").exists():
+        if _whole(target):
             return target
         cache.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=name, dir=cache))
         weights = {n: np.zeros_like(w) for n, w in initial_weights(config, 0, "lm").items()} | {"bias": bias}
         adapter = ToyAdapter(int(config["vocab_size"]))
         save_model(adapter, ToyModel(config, weights), weights, draft)
-        (draft / "DONE").write_text("")
+        if not _whole(target):
+            shutil.rmtree(target, ignore_errors=True)
         try:
             os.rename(draft, target)
-        except OSError:  # another process was first, and its folder is complete
-            if not (target / "DONE").exists():
+        except OSError:  # another process was first
+            if not _whole(target):
                 raise
+            shutil.rmtree(draft)
         return target
+
+
+def _whole(folder: Path) -> bool:
+    """Renamed into place as a whole, and nothing of it is gone."""
+    return all((folder / name).exists() for name in ("config.json", WEIGHTS_FILE))
 
 
 def _digest(path: Path) -> str:

@@ -62,7 +62,12 @@ class ToyTokenizer:
             "padding": None,
             "added_tokens": added,
             "normalizer": None,
-            "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "[\\s\\S]"}, "behavior": "Isolated", "invert": False},
+            "pre_tokenizer": {
+                "type": "Split",
+                "pattern": {"Regex": "[\\s\\S]"},
+                "behavior": "Isolated",
+                "invert": False,
+            },
             "post_processor": None,
             "decoder": {"type": "Fuse"},
             "model": {"type": "WordLevel", "vocab": self._ids, "unk_token": "<pad>"},

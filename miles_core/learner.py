@@ -157,15 +157,6 @@ class Learner:
                 await self._trainer.blend(self.policy.name, name, role.init or "actor", decay)
         return metrics
 
-    async def evaluate(self, step: int, groups: Sequence[Group]) -> dict[str, Metric]:
-        """`eval/loss` of held-out demonstrations: −π summed over their trainable tokens, and how many those are."""
-        batch = collate(self.policy.name, step, groups, self._specs)
-        if not batch.n_trajectories:
-            return {"eval/loss": (0.0, 0.0)}
-        batch = await self._score(batch, (Output(name="logprobs"),))
-        picked = batch.columns["proximal_logprobs"][batch.columns["trainable"]]
-        return {"eval/loss": (-float(picked.sum(dtype=np.float64)), float(len(picked)))}
-
     def _exclude(self, batch: Batch, groups: Sequence[Group]) -> Batch:
         episodes = [e for g in groups for e in g.episodes]
         failed = np.array([e.status == Status.FAILED for e in episodes])

@@ -428,15 +428,6 @@ def test_roles_are_refreshed_after_the_updates_of_their_step():
     assert trainer.order[:2] == ["update", "blend"]
 
 
-def test_held_out_demonstrations_are_scored_over_their_trainable_tokens():
-    values = np.array([np.nan, -1.0, -2.0, np.nan, -3.0, -4.5], np.float32)
-    made = learner(Trainer({"proximal_logprobs": values}), stages={}, terms=[term("sft", (), weighted=False)])
-    assert asyncio.run(made.evaluate(0, [group(0, None), group(1, None)])) == {"eval/loss": (10.5, 4.0)}
-    values[1] = np.nan
-    with pytest.raises(LearnerError, match="token 1 of trajectory 'toy:train:0#0/0/0'"):
-        asyncio.run(made.evaluate(0, [group(0, None), group(1, None)]))
-
-
 # --- refusals -------------------------------------------------------------------------------------------------------
 
 

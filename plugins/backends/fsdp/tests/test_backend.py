@@ -21,7 +21,7 @@ from fsdp_support import (
     weights,
 )
 
-from miles_backend_fsdp.config import Dtype, FsdpConfig
+from miles_backend_fsdp.config import CausalLMConfig, Dtype, FsdpConfig
 from miles_backend_fsdp.optimizer import local
 from miles_core.columns import ColumnSpec, Level
 from miles_core.config.schema import OptimizerConfig
@@ -401,6 +401,15 @@ def test_policies_have_their_own_weights_and_optimizers() -> None:
     assert both.update(batch, [bound()]) == backend.update(batch, [bound()])
     backend.close()
     both.close()
+
+
+def test_a_model_that_is_no_torch_module_is_refused() -> None:
+    class Table(type(adapter())):  # type: ignore[misc]
+        def build(self, *args: Any, **kwargs: Any) -> Any:
+            return {}
+
+    with pytest.raises(CapabilityError, match=r"role 'other' of policy 'main' \(Table\) built a dict"):
+        make_backend(roles={"other": {"update": "frozen", "adapter": Table(CausalLMConfig(), share_prefixes=True)}})
 
 
 def test_wrong_roles_are_named() -> None:

@@ -64,6 +64,13 @@ class FsdpBackend:
         self._joined = True
         for policy, specs in policies.items():
             plain = {name: spec.adapter.build(spec.source, spec.seed, head=spec.head) for name, spec in specs.items()}
+            for name, module in plain.items():
+                if not isinstance(module, torch.nn.Module):
+                    raise CapabilityError(
+                        f"backend fsdp trains torch modules; the model adapter of role {name!r} of policy {policy!r} "
+                        f"({type(specs[name].adapter).__name__}) built a {type(module).__name__}",
+                        fix="choose a model adapter for torch (causal-lm), or the backend that belongs to this one",
+                    )
             for name, spec in specs.items():
                 if spec.init:
                     start_from(plain[name], plain[spec.init], f"role {name!r} of policy {policy!r}")

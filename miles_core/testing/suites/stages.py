@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from miles_core.columns import Batch, ColumnSpec, Level
+from miles_core.columns import CORE_COLUMNS, Batch, ColumnSpec, Level
 from miles_core.contracts.learning import StageOutput
 from miles_core.provider import Place
 from miles_core.records import Group
@@ -34,7 +34,7 @@ class StageConformance(Conformance):
         """The batch with the needed column `name`. Depends on trajectory ids, not on their order."""
         if name in batch.columns:
             return batch
-        spec = batches.CORE_COLUMNS.get(name) or ColumnSpec(name=name, level=Level.UNIT, dtype="float32")
+        spec = CORE_COLUMNS.get(name) or ColumnSpec(name=name, level=Level.UNIT, dtype="float32")
         if spec.level == Level.UNIT:
             rows = [self._row(i, int(n), name) for i, n in zip(batch.trajectory_ids, batch.lengths, strict=True)]
             column = np.where(batch.columns["trainable"], np.concatenate(rows), 0.0)

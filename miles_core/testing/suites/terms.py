@@ -255,7 +255,7 @@ class TermConformance(Conformance):
             return
         library, batch = self.library(), self.batch()
         dead = ~batch.columns["trainable"]
-        results = []
+        results: list[tuple[float, list[Array]]] = []
         for garbage in (0.0, np.nan):
             columns = {}
             for name in self.term().needs | {"proximal_logprobs"}:
@@ -266,8 +266,8 @@ class TermConformance(Conformance):
             leaves = {o: library.leaf(np.where(dead, garbage, self.start(batch, o))) for o in self.term().outputs}
             loss = self.loss(library, dirty, leaves)
             grads = [library.backward(loss, leaf) for o, leaf in leaves.items() if o.grad][:1]
-            results.append((float(library.numbers(loss)), *(g[~dead] for g in grads)))
-        (a, *ga), (b, *gb) = results
+            results.append((float(library.numbers(loss)), [g[~dead] for g in grads]))
+        (a, ga), (b, gb) = results
         same = abs(a - b) < 1e-9 and all(np.allclose(x, y, atol=1e-9) for x, y in zip(ga, gb, strict=True))
         check("what is masked changes nothing, not even as NaN", same, (a, b))
 

@@ -124,10 +124,10 @@ class Loop:
             self._saved = self._round  # resumed from there
         for side in self._sides:
             await self._publish(side, first=True)
-        stopping = self._stop.is_set()
-        if not stopping and self._evaluation_due(self._round) and self._ledger.notes.get("evaluated") != self._round:
+        evaluated = self._ledger.notes.get("evaluated") == self._round
+        if self._evaluation_due(self._round) and not evaluated and not self._stop.is_set():
             await self._evaluate(self._round)
-        while self._round < self._steps and not stopping:
+        while self._round < self._steps and not self._stop.is_set():
             for side in self._sides:
                 for _ in range(side.setup.share):
                     await self._step(side)

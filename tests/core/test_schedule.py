@@ -251,6 +251,18 @@ def test_an_evaluation_is_not_repeated_by_a_resume(folder):
     assert [step for step, side, _, _ in sim.metrics_seen if side == "eval"] == [0, 2, 4, 5]
 
 
+def test_a_stop_request_during_an_evaluation_starts_no_other_step(folder):
+    class Impatient(Simulation):
+        def metrics(self, step, side, values, policy):
+            super().metrics(step, side, values, policy)
+            self.stopped |= side == "eval" and step == 2
+
+    sim = Impatient(Scenario(schedule=SMALL, steps=5, evaluation=EvalConfig(every=2, tasks=3)), folder)
+    result = sim.run()
+    assert (result.status, result.step) == ("interrupted", 2)
+    assert sorted(sim.checkpoints) == [2] and sim.best == 2
+
+
 def test_what_is_evaluated_is_what_was_trained(folder):
     """Step 2 is no publication (every 3), so the evaluation there asks for one."""
     schedule = replace(SMALL, max_staleness=2, publish_every=3)

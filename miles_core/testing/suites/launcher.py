@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -34,17 +35,20 @@ class LauncherConformance(Conformance):
 
         async def inside() -> bool:
             launcher = self.build(Place.CONTROLLER)
+            spec = WorkerSpec(place=Place.TRAINER, factory=FACTORY, count=count, payload=payload)
             try:
-                spec = WorkerSpec(place=Place.TRAINER, factory=FACTORY, count=count, payload=payload)
                 try:
                     workers = await launcher.start(spec)
                 except CapabilityError:
                     check("one worker can be started", count > 1)
                     return False
                 await work(workers)
-                return True
-            finally:
-                await launcher.close()
+            except BaseException:
+                with contextlib.suppress(Exception):  # what went wrong first is what matters
+                    await launcher.close()
+                raise
+            await launcher.close()
+            return True
 
         return bool(self.run(inside()))
 

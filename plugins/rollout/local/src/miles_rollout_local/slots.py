@@ -22,6 +22,7 @@ from miles_rollout_local.sampling import Kept, Knobs, sample, uniform
 Array = np.ndarray[Any, Any]
 _FIELDS = "temperature top_k top_p seed draw count limit length last tail".split()
 _PATIENCE_STEPS = 4
+_SEED_BITS = 2**64 - 1
 
 
 class Forward(Protocol):
@@ -45,8 +46,8 @@ class Job:
         self.offset = 0 if resume is None else len(resume)  # draws already made by earlier calls
         self.context = prompt if resume is None else np.concatenate([prompt, np.asarray(resume, np.int64)])
         self.limit = min(request.sampling.max_new_tokens - self.offset, max_length - len(self.context))
-        self.tokens = np.zeros(0, np.int64)
-        self.logprobs = np.zeros(0, np.float32)
+        self.tokens: Array = np.zeros(0, np.int32)
+        self.logprobs: Array = np.zeros(0, np.float32)
         self.marks: list[tuple[int, Version]] = []  # from which token on which version sampled
         self.keep: list[tuple[int, Array]] = []  # (token, kept ids), where wanted
         self.tail = 0  # tokens to decode when looking for stop strings; 0 without any
@@ -87,7 +88,7 @@ class Slots:
         self.is_stop[[i for i in stop_ids if 0 <= i < vocabulary]] = True
         kinds = dict(temperature=np.float32, top_p=np.float32, seed=np.uint64)
         self.state = {name: np.zeros(self.rows, kinds.get(name, np.int64)) for name in _FIELDS}
-        self.out = np.zeros((self.rows, 16), np.int64)
+        self.out = np.zeros((self.rows, 16), np.int32)
         self.scores = np.zeros((self.rows, 16), np.float32)
 
     # --- between two steps -------------------------------------------------------------------------------------------
@@ -107,8 +108,9 @@ class Slots:
 
     def preempt(self) -> None:
         """Every running request gives up its slot and cache, and waits, first in line, with its tokens kept."""
-        for row, job in enumerate(self.jobs):
-            self._store(row, job)
+        for row, count in enumerate(self.state["count"][: len(self.jobs)].tolist()):
+            job = self.jobs[row]
+            job.tokens, job.logprobs = self.out[row, :count].copy(), self.scores[row, :count].copy()
         self.waiting.extendleft(reversed(self.jobs))
         self.jobs = []
 
@@ -168,7 +170,8 @@ class Slots:
         unique: list[Array] = []
         joined: list[tuple[Job, int]] = []
         widest = 0
-        while self.waiting and len(self.jobs) + len(joined) < self.slots:
+        free = self.slots - len(self.jobs)
+        while self.waiting and len(joined) < free:
             job = self.waiting[0]
             if job.limit - len(job.tokens) <= 0:
                 self.waiting.popleft()
@@ -190,9 +193,7 @@ class Slots:
         index = np.array([which for _, which in joined])
         lengths = np.array([len(c) for c in unique])
         logits = self._prefill(unique, lengths, first, index)
-        for row, (job, which) in enumerate(joined, first):
-            self._seat(row, job, int(lengths[which]))
-        self.jobs += [job for job, _ in joined]
+        self._seat(first, [job for job, _ in joined], lengths[index])
         self._emit(first, len(self.jobs), logits[torch.from_numpy(index)])
 
     def _width(self, length: int) -> int:
@@ -231,18 +232,31 @@ class Slots:
                 results[member] = logits[row]
         return torch.stack(results)  # type: ignore[arg-type]
 
-    def _seat(self, row: int, job: Job, length: int) -> None:
-        s, sampling, count = self.state, job.request.sampling, len(job.tokens)
-        s["temperature"][row] = sampling.temperature
-        s["top_k"][row], s["top_p"][row] = sampling.top_k, sampling.top_p
-        s["seed"][row], s["draw"][row] = job.request.seed & (2**64 - 1), job.offset
-        s["count"][row], s["limit"][row], s["length"][row] = count, job.limit, length
-        s["tail"][row] = job.tail
-        if count:
+    def _seat(self, first: int, jobs: list[Job], lengths: Array) -> None:
+        """Put jobs into rows `first …`; `lengths` int64 [jobs] entries are in the cache."""
+        rows = slice(first, first + len(jobs))
+        sampling = [job.request.sampling for job in jobs]
+        values = {
+            "temperature": [s.temperature for s in sampling],
+            "top_k": [s.top_k for s in sampling],
+            "top_p": [s.top_p for s in sampling],
+            "seed": [job.request.seed & _SEED_BITS for job in jobs],
+            "draw": [job.offset for job in jobs],
+            "count": [len(job.tokens) for job in jobs],
+            "limit": [job.limit for job in jobs],
+            "tail": [job.tail for job in jobs],
+            "length": lengths,
+        }
+        for name, value in values.items():
+            self.state[name][rows] = value
+        for row in (first + np.flatnonzero(self.state["count"][rows])).tolist():
+            job, count = jobs[row - first], len(jobs[row - first].tokens)
             self._widen(count)
             self.out[row, :count], self.scores[row, :count] = job.tokens, job.logprobs
-        if not job.marks:
-            self._mark(job, 0)
+        for job in jobs:
+            if not job.marks:
+                self._mark(job, 0)
+        self.jobs += jobs
 
     def _emit(self, start: int, end: int, logits: torch.Tensor) -> None:
         """Sample one token for rows start … end-1, note it, and let go of those that are done."""
@@ -287,9 +301,13 @@ class Slots:
 
     def _leave(self, rows: list[int], reasons: list[Finish]) -> None:
         """Complete the requests in `rows` (ascending) and close the gaps with the last rows."""
-        for row, reason in zip(rows, reasons, strict=True):
+        if not rows:
+            return
+        counts = self.state["count"][rows]
+        tokens, scores = self.out[rows, : counts.max()], self.scores[rows, : counts.max()]  # copies
+        for i, (row, count, reason) in enumerate(zip(rows, counts.tolist(), reasons, strict=True)):
             job = self.jobs[row]
-            self._store(row, job)
+            job.tokens, job.logprobs = tokens[i, :count], scores[i, :count]
             if reason is Finish.ERROR:
                 if self.arena is not None:
                     self.arena[:, row] = 0  # masked entries count 0 times, and 0 x NaN would reach the next tenant
@@ -315,24 +333,22 @@ class Slots:
                 self.arena[:, holes, :, :span] = self.arena[:, movers, :, :span]
         del self.jobs[left:]
 
-    def _store(self, row: int, job: Job) -> None:
-        count = int(self.state["count"][row])
-        job.tokens, job.logprobs = self.out[row, :count].copy(), self.scores[row, :count].copy()
-
     def _complete(self, job: Job, finish: Finish) -> Completion:
         n = len(job.tokens)
-        columns: dict[str, Array] = {"tokens": job.tokens.astype(np.int32), "logprobs": job.logprobs}
+        columns: dict[str, Array] = {"tokens": job.tokens, "logprobs": job.logprobs}
         if "keep_ids" in job.request.want:
             counts = np.zeros(n, np.int32)
             for token, ids in job.keep:
                 counts[token] = len(ids)
             columns["keep_counts"] = counts
             columns["keep_ids"] = np.concatenate([np.zeros(0, np.int32), *(ids for _, ids in job.keep)])
-        ends = [start for start, _ in job.marks[1:]] + [n]
+        starts = [*(start for start, _ in job.marks), n]
         spans = tuple(
-            Span(start=start, end=end, version=version)
-            for (start, version), end in zip(job.marks, ends, strict=False)
-            if end > start
+            [
+                Span(start=starts[i], end=starts[i + 1], version=version)
+                for i, (_, version) in enumerate(job.marks)
+                if starts[i + 1] > starts[i]
+            ]
         )
         return Completion(request=job.request.id, columns=columns, spans=spans, finish=finish, engine=self.name)
 

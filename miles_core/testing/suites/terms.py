@@ -156,7 +156,7 @@ class TermConformance(Conformance):
             for known, leaf in leaves.items():
                 if (known.name, known.role) == (output.name, output.role):
                     return leaf if output.grad else leaf.detach()
-            raise KeyError(output)
+            return library.leaf(self.start(batch, output))  # undeclared: `test_inputs` says so
 
         return library.view(batch, serve).at(self.term().level)
 

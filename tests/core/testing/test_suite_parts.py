@@ -1,5 +1,6 @@
 """The suites of stages, terms, filters and presets: every assertion sees the part that is broken for it."""
 
+import copy
 from dataclasses import replace
 
 import numpy as np
@@ -352,7 +353,7 @@ class Moody:
 
 
 def preset(tree, field=""):
-    build = tree if callable(tree) else lambda config, context: {**tree}
+    build = tree if callable(tree) else lambda config, context: copy.deepcopy(tree)
     return broken_suite(PresetConformance, plugin(build))
 
 

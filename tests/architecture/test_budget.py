@@ -39,7 +39,7 @@ def test_the_counter_ignores_blanks_comments_and_docstrings(tmp_path):
 
 
 def test_core_fits_its_budget():
-    rooms = {"cli", "testing", "numerics"}
+    rooms = {"cli", "testing", "numerics", "builtin"}  # decision 0005: built-ins are counted as plugins are
     total = sum(code_lines(p) for p in _sources(CORE) if p.relative_to(CORE).parts[0] not in rooms)
     assert total < MAX_CORE, f"miles_core has {total} code lines"
 

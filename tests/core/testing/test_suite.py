@@ -21,7 +21,7 @@ from miles_core.testing.suite import (
     refuses_async,
     run_class,
 )
-from miles_core.testing.suite import tests as tests_of
+from miles_core.testing.suite import tests as names_of_tests
 
 from .mutants import Options, broken_suite, must_fail, plugin
 
@@ -141,7 +141,7 @@ def test_a_hanging_plugin_fails_its_test():
     assert "what was found" in found["test_own_error"].detail
     assert found["test_library_error"].detail == "ZeroDivisionError: by zero"
     assert found["test_config"].passed and found["test_config"].seconds >= 0
-    assert tests_of(Hanging)[-1] == "test_library_error"
+    assert names_of_tests(Hanging)[-1] == "test_library_error"
 
 
 def test_every_kind_and_field_has_a_suite():

@@ -33,36 +33,7 @@ def cut(batch: Batch, updates: int) -> list[Batch]:
     if batch.n_groups == 0:
         return []
     runs = np.array_split(np.arange(batch.n_groups), min(updates, batch.n_groups))
-    return [take_groups(batch, run) for run in runs]
-
-
-def take_groups(batch: Batch, groups: Array) -> Batch:
-    """The sub-batch of these groups, episodes without trajectories included (they count in denominators)."""
-    if len(groups) == batch.n_groups:
-        return batch
-    keep_episode = np.isin(batch.group_of, groups)
-    episodes = np.flatnonzero(keep_episode)
-    keep_row = keep_episode[batch.episode_of] if batch.n_trajectories else np.zeros(0, bool)
-    picked = batch.select(np.flatnonzero(keep_row))  # knows only episodes that have trajectories
-    new_episode = np.cumsum(keep_episode) - 1
-    new_group = {int(g): i for i, g in enumerate(sorted(int(g) for g in groups))}
-    columns = {
-        name: value[episodes] if batch.specs[name].level == Level.EPISODE else picked.columns[name]
-        for name, value in batch.columns.items()
-    }
-    return Batch(
-        policy=batch.policy,
-        step=batch.step,
-        trajectory_ids=picked.trajectory_ids,
-        episode_ids=tuple(batch.episode_ids[i] for i in episodes),
-        group_ids=tuple(batch.group_ids[g] for g in sorted(new_group)),
-        lengths=picked.lengths,
-        episode_of=new_episode[batch.episode_of[keep_row]].astype(np.int64),
-        group_of=np.array([new_group[int(g)] for g in batch.group_of[episodes]], np.int64),
-        columns=columns,
-        specs=batch.specs,
-        items=picked.items,
-    )
+    return [batch.select_groups(run) for run in runs] if len(runs) > 1 else [batch]
 
 
 def compile_weights(
@@ -72,35 +43,54 @@ def compile_weights(
 
     `max_new_tokens` is L of `constant` where `algorithm.constant_length` is null. A zero denominator gives zeros.
     """
-    trainable = minibatch.columns["trainable"].astype(bool)
-    kept = minibatch.kept.astype(bool)
+    trainable, kept = minibatch.columns["trainable"], minibatch.kept
     num = kept if term.mask == "kept" else trainable
     den = kept if term.mask == "kept" and keys.reject_denominator == "kept" else trainable
-    how = str(term.aggregation or keys.aggregation)
-    length = constant_length(keys, max_new_tokens) if how == "constant" else 0
+    episodes = minibatch.n_episodes
+    # Of each level: the atom of every unit; the parent of every atom, over which denominators run; how many of those.
+    # An episode's parent is itself, and so is a group's.
     if term.level == "unit":
-        return _weights(num, den, minibatch.episode_of_unit, minibatch.n_episodes, how, length)
-    atom_of_unit, atoms = _atoms(minibatch, term)
-    alive = np.bincount(atom_of_unit[num], minlength=atoms) > 0
-    counted = np.bincount(atom_of_unit[den], minlength=atoms) > 0
-    if term.level == "trajectory":
-        parent, parents = minibatch.episode_of, minibatch.n_episodes
+        atom_of_unit, parent, parents = np.arange(minibatch.units), minibatch.episode_of_unit, episodes
+    elif term.level == "trajectory":
+        atom_of_unit, parent, parents = minibatch.trajectory_of_unit, minibatch.episode_of, episodes
+    elif term.level == "episode":
+        atom_of_unit, parent, parents = minibatch.episode_of_unit, np.arange(episodes), episodes
     else:
-        parent, parents = np.arange(atoms), atoms
-    return _weights(alive, counted, parent, parents, how, length)[atom_of_unit]
-
-
-def weight_spec(term: str) -> ColumnSpec:
-    return ColumnSpec(name=f"weight.{term}", level=Level.UNIT, dtype="float32", help="aggregation and mask of the term")
+        parents = minibatch.n_groups
+        atom_of_unit, parent = minibatch.group_of[minibatch.episode_of_unit], np.arange(parents)
+    alive, counted = (np.bincount(atom_of_unit[mask], minlength=len(parent)) > 0 for mask in (num, den))
+    how = str(term.aggregation or keys.aggregation)
+    weight: Any
+    if how == "token_mean":
+        weight = 1.0 / max(int(counted.sum()), 1)
+    elif how == "episode_mean":
+        counts = np.bincount(parent[counted], minlength=parents)
+        weight = (1.0 / (np.maximum(counts, 1) * float(parents)))[parent]
+    elif how == "episode_sum":
+        weight = 1.0 / max(parents, 1)
+    elif how == "constant":
+        weight = 1.0 / (max(parents, 1) * constant_length(keys, max_new_tokens))
+    else:
+        raise CombinationError(
+            f"unknown aggregation {how!r}", fix="choose token_mean, episode_mean, episode_sum or constant"
+        )
+    compiled: Array = (alive * weight).astype(np.float32)[atom_of_unit]
+    return compiled
 
 
 def with_weights(
     minibatch: Batch, terms: Sequence[TermInfo], keys: AlgorithmKeys, *, max_new_tokens: int | None = None
 ) -> Batch:
     """The minibatch with the column `weight.<term>` of every term that is summed (dynamic weights have none)."""
-    summed = [term for term in terms if not term.dynamic]
-    columns = {f"weight.{t.name}": compile_weights(minibatch, t, keys, max_new_tokens=max_new_tokens) for t in summed}
-    return minibatch.with_columns(columns, [weight_spec(t.name) for t in summed])
+    columns, specs = {}, []
+    for term in terms:
+        if not term.dynamic:
+            name = f"weight.{term.name}"
+            columns[name] = compile_weights(minibatch, term, keys, max_new_tokens=max_new_tokens)
+            specs.append(
+                ColumnSpec(name=name, level=Level.UNIT, dtype="float32", help="aggregation and mask of a term")
+            )
+    return minibatch.with_columns(columns, specs)
 
 
 def constant_length(keys: AlgorithmKeys, max_new_tokens: int | None) -> int:
@@ -112,32 +102,3 @@ def constant_length(keys: AlgorithmKeys, max_new_tokens: int | None) -> int:
             fix="set algorithm.constant_length",
         )
     return length
-
-
-def _atoms(minibatch: Batch, term: TermInfo) -> tuple[Array, int]:
-    if term.level == "trajectory":
-        return minibatch.trajectory_of_unit, minibatch.n_trajectories
-    if term.level == "episode":
-        return minibatch.episode_of_unit, minibatch.n_episodes
-    return minibatch.group_of[minibatch.episode_of_unit], minibatch.n_groups
-
-
-def _weights(num: Array, den: Array, parent: Array, parents: int, how: str, length: int) -> Array:
-    """[rows] float32 from the masks [rows] and each row's parent (episode, or the atom itself)."""
-    weight: Any
-    if how == "token_mean":
-        total = int(den.sum())
-        weight = 1.0 / total if total else 0.0
-    elif how == "episode_mean":
-        counts = np.bincount(parent[den], minlength=parents).astype(np.float64)
-        weight = np.divide(1.0, counts * parents, out=np.zeros(parents), where=counts > 0)[parent]
-    elif how == "episode_sum":
-        weight = 1.0 / parents if parents else 0.0
-    elif how == "constant":
-        weight = 1.0 / (parents * length) if parents else 0.0
-    else:
-        raise CombinationError(
-            f"unknown aggregation {how!r}", fix="choose token_mean, episode_mean, episode_sum or constant"
-        )
-    compiled: Array = (num * weight).astype(np.float32)
-    return compiled

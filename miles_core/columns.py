@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from miles_core.errors import RecordError
-from miles_core.records import Episode, Group, Origin, Ref, Trajectory
+from miles_core.records import Finish, Group, Origin, Ref, Sampling, Trajectory
 
 Array = np.ndarray[Any, Any]
 
@@ -55,39 +55,46 @@ class ColumnSpec:
     help: str = ""
 
 
-def _unit(name: str, dtype: str, help: str, *, required: bool = True) -> ColumnSpec:
-    return ColumnSpec(name=name, level=Level.UNIT, dtype=dtype, required=required, help=help)
+def _core(level: Level, name: str, dtype: str, help: str, **more: Any) -> ColumnSpec:
+    return ColumnSpec(name=name, level=level, dtype=dtype, help=help, **more)
 
 
 #: Columns that core itself declares. Parts and extensions add theirs.
 CORE_COLUMNS: dict[str, ColumnSpec] = {
     spec.name: spec
     for spec in (
-        _unit("tokens", "int32", "token ids"),
-        _unit("origin", "uint8", "0 prompt, 1 sampled, 2 environment, 3 demonstration"),
-        _unit("trainable", "bool", "may be trained on; a subset of sampled and demonstration"),
-        _unit("behaviour_logprobs", "float32", "log-probability under the sampling distribution", required=False),
-        _unit("proximal_logprobs", "float32", "the trainer's score of the policy at the start of the step"),
-        _unit("advantages", "float32", "per unit"),
-        _unit("correction_weight", "float32", "product of the static corrections", required=False),
-        _unit("rejected", "bool", "taken out of the kept mask by a correction", required=False),
-        _unit("values", "float32", "the critic head's output at t-1"),
-        _unit("returns", "float32", "targets of the critic"),
-        ColumnSpec(name="bootstrap_value", level=Level.TRAJECTORY, dtype="float32", help="value after a truncation"),
-        ColumnSpec(name="temperature", level=Level.TRAJECTORY, dtype="float32", fill=1.0, help="sampling temperature"),
-        ColumnSpec(name="top_p", level=Level.TRAJECTORY, dtype="float32", fill=1.0, help="sampling top-p"),
-        ColumnSpec(name="top_k", level=Level.TRAJECTORY, dtype="int32", help="sampling top-k, 0 for all"),
-        ColumnSpec(name="truncated", level=Level.TRAJECTORY, dtype="bool", help="finish reason is `length`"),
-        ColumnSpec(name="reward", level=Level.EPISODE, dtype="float64", fill=float("nan"), help="Episode.reward"),
-        ColumnSpec(name="preference", level=Level.EPISODE, dtype="int8", help="+1 chosen, -1 rejected"),
-        ColumnSpec(
-            name="keep_counts", level=Level.UNIT, dtype="int32", required=False, help="kept ids per token, 0 for all"
+        _core(Level.UNIT, "tokens", "int32", "token ids"),
+        _core(Level.UNIT, "origin", "uint8", "0 prompt, 1 sampled, 2 environment, 3 demonstration"),
+        _core(Level.UNIT, "trainable", "bool", "may be trained on; a subset of sampled and demonstration"),
+        _core(
+            Level.UNIT,
+            "behaviour_logprobs",
+            "float32",
+            "log p under the sampling distribution",
+            required=False,
         ),
-        ColumnSpec(
-            name="keep_ids", level=Level.ITEM, dtype="int32", large=True, required=False, help="flat, by keep_counts"
-        ),
+        _core(Level.UNIT, "proximal_logprobs", "float32", "the trainer's score of the policy at the start of the step"),
+        _core(Level.UNIT, "advantages", "float32", "per unit"),
+        _core(Level.UNIT, "correction_weight", "float32", "product of the static corrections", required=False),
+        _core(Level.UNIT, "rejected", "bool", "taken out of the kept mask by a correction", required=False),
+        _core(Level.UNIT, "values", "float32", "the critic head's output at t-1"),
+        _core(Level.UNIT, "returns", "float32", "targets of the critic"),
+        _core(Level.TRAJECTORY, "bootstrap_value", "float32", "value after a truncation"),
+        _core(Level.TRAJECTORY, "temperature", "float32", "sampling temperature", fill=1.0),
+        _core(Level.TRAJECTORY, "top_p", "float32", "sampling top-p", fill=1.0),
+        _core(Level.TRAJECTORY, "top_k", "int32", "sampling top-k, 0 for all"),
+        _core(Level.TRAJECTORY, "truncated", "bool", "finish reason is `length`"),
+        _core(Level.EPISODE, "reward", "float64", "Episode.reward", fill=float("nan")),
+        _core(Level.EPISODE, "preference", "int8", "+1 chosen, -1 rejected"),
+        _core(Level.UNIT, "keep_counts", "int32", "kept ids per token, 0 for all", required=False),
+        _core(Level.ITEM, "keep_ids", "int32", "flat, by keep_counts", large=True, required=False),
     )
 }
+
+
+#: What every trajectory on the token axis has.
+ALWAYS = ("tokens", "origin", "trainable")
+_NOT_SAMPLED = Sampling(max_new_tokens=0)  # the defaults leave a distribution as it is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,31 +185,32 @@ class Batch:
 
     def select(self, trajectories: Sequence[int] | Array) -> Batch:
         """The sub-batch of these trajectory indices, in the given order (which must keep episodes contiguous)."""
-        index = np.asarray(trajectories, dtype=np.int64)
-        old_episodes = self.episode_of[index]
-        episodes = _in_order(old_episodes)
-        groups = _in_order(self.group_of[episodes])
-        episode_rank = {int(e): i for i, e in enumerate(episodes)}
-        group_rank = {int(g): i for i, g in enumerate(groups)}
-        units = _gather_units(self.offsets, index)
-        pick = {Level.UNIT: units, Level.TRAJECTORY: index, Level.EPISODE: episodes}
-        return Batch(
-            policy=self.policy,
-            step=self.step,
-            trajectory_ids=tuple(self.trajectory_ids[i] for i in index),
+        rows = np.asarray(trajectories, dtype=np.int64)
+        episodes = _in_order(self.episode_of[rows])
+        return self._part(rows, episodes, _in_order(self.group_of[episodes]))
+
+    def select_groups(self, groups: Array) -> Batch:
+        """The sub-batch of these group indices (ascending), with those of their episodes that have no trajectory."""
+        episodes = np.flatnonzero(np.isin(self.group_of, groups))
+        return self._part(np.flatnonzero(np.isin(self.episode_of, episodes)), episodes, np.asarray(groups))
+
+    def _part(self, rows: Array, episodes: Array, groups: Array) -> Batch:
+        pick = {Level.UNIT: _units_of(self.lengths, rows), Level.TRAJECTORY: rows, Level.EPISODE: episodes}
+        return replace(
+            self,
+            trajectory_ids=tuple(self.trajectory_ids[i] for i in rows),
             episode_ids=tuple(self.episode_ids[i] for i in episodes),
             group_ids=tuple(self.group_ids[i] for i in groups),
-            lengths=self.lengths[index],
-            episode_of=np.array([episode_rank[int(e)] for e in old_episodes], dtype=np.int64),
-            group_of=np.array([group_rank[int(self.group_of[e])] for e in episodes], dtype=np.int64),
+            lengths=self.lengths[rows],
+            episode_of=_places(episodes, self.n_episodes)[self.episode_of[rows]],
+            group_of=_places(groups, self.n_groups)[self.group_of[episodes]],
             columns={name: value[pick[self.specs[name].level]] for name, value in self.columns.items()},
-            specs=self.specs,
-            items={name: _select_items(flat, counts, index) for name, (flat, counts) in self.items.items()},
+            items={name: (flat[_units_of(counts, rows)], counts[rows]) for name, (flat, counts) in self.items.items()},
         )
 
     def group_slices(self) -> list[Array]:
         """Trajectory indices of each group, in order."""
-        group = self.group_of[self.episode_of] if self.n_trajectories else np.zeros(0, np.int64)
+        group = self.group_of[self.episode_of]
         return [np.flatnonzero(group == g) for g in range(self.n_groups)]
 
 
@@ -212,94 +220,89 @@ def _in_order(values: Array) -> Array:
     return values[np.sort(first)]
 
 
-def _gather_units(offsets: Array, index: Array) -> Array:
-    if not len(index):
-        return np.zeros(0, np.int64)
-    return np.concatenate([np.arange(offsets[i], offsets[i + 1]) for i in index])
+def _places(index: Array, n: int) -> Array:
+    """int64 [n]: where each of `index` stands in it."""
+    places = np.zeros(n, np.int64)
+    places[index] = np.arange(len(index))
+    return places
 
 
-def _select_items(flat: Array, counts: Array, index: Array) -> tuple[Array, Array]:
-    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    return flat[_gather_units(offsets, index)], counts[index]
+def _units_of(lengths: Array, rows: Array) -> Array:
+    """Indices of the units (or items) of these rows, where row i owns `lengths[i]` of them."""
+    ends = np.cumsum(lengths)
+    ranges = [np.arange(ends[i] - lengths[i], ends[i]) for i in rows]
+    return np.concatenate([np.zeros(0, np.int64), *ranges])
 
 
 def collate(policy: str, step: int, groups: Sequence[Group], specs: Mapping[str, ColumnSpec]) -> Batch:
     """Groups to one batch, holding the columns named in `specs` that trajectories or episodes carry.
 
-    Failed episodes without trajectories keep their place among the episodes (they count in denominators).
+    Failed episodes without trajectories keep their place among the episodes (they count in denominators). What every
+    trajectory on the token axis has (`ALWAYS`) is there even where the batch has no trajectory at all: with 0 rows.
     """
-    episodes: list[tuple[int, Episode]] = [(g, e) for g, group in enumerate(groups) for e in group.episodes]
-    trajectories: list[tuple[int, Trajectory]] = [(i, t) for i, (_, e) in enumerate(episodes) for t in e.trajectories]
-    rows = [t for _, t in trajectories]
-    columns: dict[str, Array] = {}
+    episodes = [e for group in groups for e in group.episodes]
+    rows = [t for e in episodes for t in e.trajectories]
+    sampling = [t.sampling or _NOT_SAMPLED for t in rows]
+    columns: dict[str, Array] = {
+        "temperature": np.array([s.temperature for s in sampling], np.float32),
+        "top_p": np.array([s.top_p for s in sampling], np.float32),
+        "top_k": np.array([s.top_k for s in sampling], np.int32),
+        "truncated": np.array([t.finish == Finish.LENGTH for t in rows], bool),
+        "reward": np.array([np.nan if e.reward is None else e.reward for e in episodes], np.float64),
+        "preference": np.array([e.preference for e in episodes], np.int8),
+    }
     items: dict[str, tuple[Array, Array]] = {}
+    carried = {name for t in rows for name in t.columns} or ALWAYS
     for spec in specs.values():
+        if spec.name not in carried or spec.level == Level.EPISODE:
+            continue
+        parts = [_rows(t, spec) for t in rows]
+        flat = np.concatenate([_absent(spec, 0), *parts])
         if spec.level == Level.ITEM:
-            if any(spec.name in t.columns for t in rows):
-                parts = [_item_rows(t, spec) for t in rows]
-                items[spec.name] = (np.concatenate(parts), np.array([len(p) for p in parts], np.int64))
-        elif spec.level == Level.UNIT and any(spec.name in t.columns for t in rows):
-            columns[spec.name] = np.concatenate([_unit_rows(t, spec) for t in rows])
-        elif spec.level == Level.TRAJECTORY and any(spec.name in t.columns for t in rows):
-            columns[spec.name] = np.array([_trajectory_row(t, spec) for t in rows], dtype=spec.dtype)
-    sampling = [t.sampling for t in rows]
-    columns["temperature"] = np.array([1.0 if s is None else s.temperature for s in sampling], np.float32)
-    columns["top_p"] = np.array([1.0 if s is None else s.top_p for s in sampling], np.float32)
-    columns["top_k"] = np.array([0 if s is None else s.top_k for s in sampling], np.int32)
-    columns["truncated"] = np.array([t.finish == "length" for t in rows], bool)
-    columns["reward"] = np.array([np.nan if e.reward is None else e.reward for _, e in episodes], np.float64)
-    columns["preference"] = np.array([e.preference for _, e in episodes], np.int8)
-    known = dict(CORE_COLUMNS) | dict(specs)
-    for name in sorted({key for _, e in episodes for key in e.components}):
+            items[spec.name] = (flat, np.array([len(p) for p in parts], np.int64))
+        else:
+            columns[spec.name] = flat
+    known = CORE_COLUMNS | dict(specs)
+    for name in sorted({key for e in episodes for key in e.components}):
         column = f"reward.{name}"
-        known[column] = ColumnSpec(name=column, level=Level.EPISODE, dtype="float64")
-        columns[column] = np.array([e.components.get(name, 0.0) for _, e in episodes], np.float64)
+        known[column] = _core(Level.EPISODE, column, "float64", "a component that the environment reports")
+        columns[column] = np.array([e.components.get(name, 0.0) for e in episodes], np.float64)
     return Batch(
         policy=policy,
         step=step,
         trajectory_ids=tuple(t.id for t in rows),
-        episode_ids=tuple(e.id for _, e in episodes),
+        episode_ids=tuple(e.id for e in episodes),
         group_ids=tuple(g.id for g in groups),
         lengths=np.array([t.length for t in rows], np.int64),
-        episode_of=np.array([i for i, _ in trajectories], np.int64),
-        group_of=np.array([g for g, _ in episodes], np.int64),
+        episode_of=np.array([i for i, e in enumerate(episodes) for _ in e.trajectories], np.int64),
+        group_of=np.array([i for i, g in enumerate(groups) for _ in g.episodes], np.int64),
         columns=columns,
         specs=known,
         items=items,
     )
 
 
-def _unit_rows(trajectory: Trajectory, spec: ColumnSpec) -> Array:
+def _absent(spec: ColumnSpec, rows: int) -> Array:
+    return np.full((rows, *(n or 0 for n in spec.inner)), spec.fill, dtype=spec.dtype)
+
+
+def _rows(trajectory: Trajectory, spec: ColumnSpec) -> Array:
+    """What one trajectory has of a column: a row a unit, one row, or any number of items."""
     value = trajectory.columns.get(spec.name)
-    if value is None:
-        if spec.required:
-            raise RecordError(
-                f"trajectory {trajectory.id!r} lacks column {spec.name!r}, which others have",
-                fix="give the column in every trajectory, or declare it with required=False",
-            )
-        return np.full((trajectory.length, *(n or 0 for n in spec.inner)), spec.fill, dtype=spec.dtype)
-    return _array(trajectory, spec, value)
-
-
-def _item_rows(trajectory: Trajectory, spec: ColumnSpec) -> Array:
-    value = trajectory.columns.get(spec.name)
-    if value is None:
-        return np.zeros((0, *(n or 0 for n in spec.inner)), dtype=spec.dtype)
-    return _array(trajectory, spec, value)
-
-
-def _trajectory_row(trajectory: Trajectory, spec: ColumnSpec) -> Any:
-    value = trajectory.columns.get(spec.name, spec.fill)
-    return value if np.isscalar(value) else np.asarray(value).reshape(spec.inner or ())
-
-
-def _array(trajectory: Trajectory, spec: ColumnSpec, value: Array | Ref) -> Array:
     if isinstance(value, Ref):
         raise RecordError(
             f"column {spec.name!r} of {trajectory.id!r} is a reference that nothing resolved",
             fix="resolve references on the rank before collating",
         )
-    return np.asarray(value, dtype=spec.dtype)
+    if value is None and spec.level == Level.UNIT and spec.required:
+        raise RecordError(
+            f"trajectory {trajectory.id!r} lacks column {spec.name!r}, which others have",
+            fix="give the column in every trajectory, or declare it with required=False",
+        )
+    if value is None:
+        return _absent(spec, {Level.UNIT: trajectory.length, Level.TRAJECTORY: 1}.get(spec.level, 0))
+    array = np.asarray(value, dtype=spec.dtype)
+    return array.reshape(1, *spec.inner) if spec.level == Level.TRAJECTORY else array
 
 
 def validate(trajectory: Trajectory, specs: Mapping[str, ColumnSpec]) -> None:
@@ -317,7 +320,7 @@ def validate(trajectory: Trajectory, specs: Mapping[str, ColumnSpec]) -> None:
             raise wrong(f"column {name!r} has {len(value)} rows, length is {n}", "give one row per unit")
     if trajectory.axis != "token":
         return
-    for name in ("tokens", "origin", "trainable"):
+    for name in ALWAYS:
         if name not in trajectory.columns:
             raise wrong(f"column {name!r} is missing", "give it in every trajectory on the token axis")
     origin = np.asarray(trajectory.columns["origin"])

@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from miles_core.aggregation import compile_weights, cut, take_groups, with_weights
+from miles_core.aggregation import compile_weights, cut, with_weights
 from miles_core.columns import Array, Batch
 from miles_core.measures import EXP_LIMIT, batch_mismatch, mismatch
 
@@ -26,7 +26,6 @@ __all__ = [
     "kl",
     "leave_one_out_advantages",
     "mismatch",
-    "take_groups",
     "to_units",
     "whiten",
     "with_weights",

@@ -58,6 +58,18 @@ def test_kept_is_trainable_without_rejected():
     assert rejected.kept.tolist() == [False, False, False, True]
 
 
+@pytest.mark.parametrize("groups", [[], [group(0, [[], []]), group(1, [[]])]])
+def test_a_batch_without_any_trajectory_has_its_columns_with_no_rows(groups):
+    batch = collate("main", 0, groups, CORE_COLUMNS)
+    assert (batch.units, batch.n_groups, batch.n_episodes) == (0, len(groups), sum(len(g.episodes) for g in groups))
+    for name, dtype in (("tokens", np.int32), ("origin", np.uint8), ("trainable", bool), ("temperature", np.float32)):
+        assert batch.columns[name].shape == (0,) and batch.columns[name].dtype == dtype
+    assert batch.kept.shape == batch.per_unit("reward").shape == (0,)
+    part = batch.select_groups(np.arange(batch.n_groups))
+    assert part.episode_ids == batch.episode_ids and [len(s) for s in part.group_slices()] == [0] * len(groups)
+    assert batch.select([]).units == 0
+
+
 def test_a_column_that_only_some_have_needs_a_spec_that_says_so():
     spec = ColumnSpec(name="x.extra", level=Level.UNIT, dtype="float32", fill=-1)
     some = group(0, [[1], [1]])

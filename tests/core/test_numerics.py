@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles_core.aggregation import compile_weights, cut, take_groups, with_weights
+from miles_core.aggregation import compile_weights, cut, with_weights
 from miles_core.columns import CORE_COLUMNS, Batch, ColumnSpec
 from miles_core.config.schema import Aggregation, AlgorithmKeys, RejectDenominator
 from miles_core.contracts.learning import LOGPROBS, TermInfo
@@ -152,8 +152,8 @@ def test_minibatches_are_runs_of_whole_groups_and_keep_episodes_without_trajecto
     assert [b.n_groups for b in cut(batch, 9)] == [1, 1, 1, 1, 1]
     first = cut(batch, 5)[0]
     assert first.episode_ids == ("e0", "e1") and first.trajectory_ids == ("t0",)
-    assert take_groups(batch, np.array([0, 3])).episode_ids == ("e0", "e1", "e4", "e5")
-    assert [int(e) for e in take_groups(batch, np.array([0, 3])).episode_of] == [0, 2, 3]
+    assert batch.select_groups(np.array([0, 3])).episode_ids == ("e0", "e1", "e4", "e5")
+    assert [int(e) for e in batch.select_groups(np.array([0, 3])).episode_of] == [0, 2, 3]
 
 
 # --- advantages and whitening ---------------------------------------------------------------------------------------

@@ -157,6 +157,12 @@ def test_failed_episodes_are_counted_with_task_and_reason(toy, fault):
     assert "toy:train:" in failed[0]["why"] and failed[0]["episode"] in failed[0]["why"]
 
 
+def test_steps_that_have_no_trajectory_at_all_train_nothing_and_the_run_goes_on(toy):
+    ran = toy("algorithm.truncated=drop_group", "rollout.max_new_tokens=1", "schedule.groups_per_step=2", "run.steps=4")
+    assert ran.status == "finished" and ran.curve("rollout/dropped_groups") == [2.0] * 4
+    assert ran.curve("train/skipped_updates") == [1.0] * 4 and ran.curve("train/loss") == []
+
+
 def test_a_reward_that_is_no_number_stops_the_run(toy):
     with pytest.raises(RewardError, match="not a number"):
         toy("env.fault=text")

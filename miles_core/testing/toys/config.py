@@ -47,6 +47,7 @@ class EnvConfig:
     fault: Fault = opt(Fault.none, "what is wrong with the episodes that `fault_every` picks")
     fault_every: int = opt(5, "every so many scores of a task source is faulty", low=1)
     seed: int = opt(0, "seed of the order of tasks", low=0)
+    scorer: str = opt("", "a scorer of the run that `toy` asks for the component `length`; none where empty")
 
 
 @dataclass(frozen=True, kw_only=True)

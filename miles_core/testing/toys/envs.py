@@ -7,6 +7,7 @@ Reward 0.5 for the right first character and 0.5 more for nothing else after it,
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -77,7 +78,14 @@ class EchoEnvironment:
     async def score(self, task: Task, context: EpisodeContext) -> Score:
         await self._wait(task)
         reward = echo_reward(context.text, task.answer or "")
-        return self._faulty(task, reward, {"answer": context.text, "verdict": "right" if reward == 1.0 else "wrong"})
+        score = self._faulty(task, reward, {"answer": context.text, "verdict": "right" if reward == 1.0 else "wrong"})
+        if not self._config.scorer:
+            return score
+        scorer = context.scorers[self._config.scorer]
+        lengths = (await scorer.score(context.trajectories, ["toy.length"]))["toy.length"]
+        return replace(
+            score, components={**score.components, "length": float(np.mean([np.asarray(n) for n in lengths]))}
+        )
 
     async def _wait(self, task: Task) -> None:
         if self._config.delay_s > 0:
@@ -108,10 +116,12 @@ class MultiTurnEchoEnvironment(EchoEnvironment):
             said = [await session.sample(new, parent=parent) for _ in range(leaves)]
             rewards.append(sum(echo_reward(s.text, answer) for s in said) / leaves)
             texts += [s.text for s in said]
+            if any(s.finish != "stop" for s in said):
+                break  # a turn that was cut off cannot be extended; the turns that it costs earn nothing
             parent = said[0].node
             new = (Message(role="user", content=f"+{answer}>"),)
         await self._wait(task)
-        return self._faulty(task, sum(rewards) / len(rewards), {"answer": " ".join(texts)})
+        return self._faulty(task, sum(rewards) / self._config.turns, {"answer": " ".join(texts)})
 
 
 def echo_reward(text: str, answer: str) -> float:

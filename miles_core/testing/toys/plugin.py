@@ -108,7 +108,7 @@ def miles_sync() -> list[Provider[Any, Any]]:
             name="toy",
             config=c.SyncConfig,
             build=_sync,
-            requires=("weights.tensors",),
+            requires=("weights.tensors", "in_process"),
             summary="hands NumPy arrays over in one process",
         ),
         Provider(
@@ -250,7 +250,14 @@ TERMS = {
 @hookimpl
 def miles_stage() -> list[Provider[Any, Any]]:
     return [
-        Provider(name=name, config=c.StageConfig, build=_stage(cls), field=field, summary=f"toy {field}")
+        Provider(
+            name=name,
+            config=c.StageConfig,
+            build=_stage(cls),
+            field=field,
+            requires=("siblings",) if field == "advantage" else (),
+            summary=f"toy {field}",
+        )
         for name, (field, cls) in STAGES.items()
     ]
 

@@ -35,6 +35,17 @@ def test_the_development_install_has_it(folder):
     assert f"-e {folder.relative_to(ROOT)}\n" in listed
 
 
+def test_the_uv_workspace_names_every_distribution():
+    root = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    names = {tomllib.loads((p / "pyproject.toml").read_text())["project"]["name"] for p in PLUGINS}
+    names |= {"miles-core", "miles-testing-toys"}
+    assert set(root["tool"]["uv"]["sources"]) == names
+    listed = {d.partition("[")[0].partition(">")[0] for d in root["dependency-groups"]["dev"]}
+    assert names <= listed
+    tools = {d for d in root["dependency-groups"]["dev"] if not d.startswith("miles-")}
+    assert tools == {line for line in (ROOT / "requirements-dev.txt").read_text().splitlines() if line[0] not in "#-"}
+
+
 @pytest.mark.parametrize("folder", PLUGINS, ids=lambda p: p.name)
 def test_readme_says_how_to_configure_it(folder):
     readme = (folder / "README.md").read_text()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,16 @@ from typing import TYPE_CHECKING, Any
 from miles_core.columns import collate
 from miles_core.contracts.launcher import WorkerSpec
 from miles_core.contracts.learning import Output
-from miles_core.errors import CombinationError, MilesError
+from miles_core.errors import (
+    BackendError,
+    CheckpointError,
+    CombinationError,
+    MilesError,
+    PluginLoadError,
+    TrackerError,
+    blamed,
+    clause,
+)
 from miles_core.feed import TaskFeed
 from miles_core.learner import Learner
 from miles_core.pool import Pool
@@ -43,6 +53,9 @@ if TYPE_CHECKING:
 
 CALL_TIMEOUT_S = 7200.0  # one score, update or save of the trainer
 START_TIMEOUT_S = 1800.0
+CLOSE_TIMEOUT_S = 30.0  # one part; what hangs is left behind
+SHOW = "see where with --traceback; the plugin that raised it is there"
+GO_ON = "see the cause with --traceback, mend it, then go on with --resume"
 
 
 @dataclass
@@ -52,15 +65,18 @@ class _Trainer:
     workers: Workers
 
     async def score(self, batch: Any, outputs: Sequence[Output]) -> Mapping[str, Array]:
-        found = await self.workers.call("score", batch, tuple(outputs), timeout_s=CALL_TIMEOUT_S)
-        return dict(found[0])
+        return dict((await self._call("score", batch, tuple(outputs)))[0])
 
     async def update(self, minibatch: Any) -> UpdateResult:
-        result: UpdateResult = (await self.workers.call("update", minibatch, timeout_s=CALL_TIMEOUT_S))[0]
+        result: UpdateResult = (await self._call("update", minibatch))[0]
         return result
 
     async def blend(self, policy: str, dst: str, src: str, decay: float) -> None:
-        await self.workers.call("blend", policy, dst, src, decay, timeout_s=CALL_TIMEOUT_S)
+        await self._call("blend", policy, dst, src, decay)
+
+    async def _call(self, method: str, *args: Any) -> list[Any]:
+        with blamed(f"the trainer failed in {method!r}", BackendError, GO_ON):
+            return await self.workers.call(method, *args, timeout_s=CALL_TIMEOUT_S)
 
 
 @dataclass
@@ -98,7 +114,10 @@ class _Checkpoints:
     async def save(self, step: int, ledger: Mapping[str, Any], *, best: bool) -> Path:
         draft = self.run.begin_checkpoint(step)
         try:
-            await self.workers.call("save", str(draft / "trainer"), timeout_s=CALL_TIMEOUT_S)
+            with blamed(
+                f"the trainer could not save step {step}; earlier checkpoints are valid", CheckpointError, GO_ON
+            ):
+                await self.workers.call("save", str(draft / "trainer"), timeout_s=CALL_TIMEOUT_S)
             done = await asyncio.to_thread(self.run.commit_checkpoint, draft, step, ledger)
         except BaseException:
             shutil.rmtree(draft, ignore_errors=True)
@@ -116,7 +135,8 @@ class _Rollouts:
     renderers: Mapping[str, Any]
 
     def write(self, policy: str, step: int, split: str, groups: Sequence[Group]) -> None:
-        write_samples(self.folder, split, step, groups, self.renderers[policy].text)
+        with blamed(f"samples of step {step} could not be written to {self.folder}", TrackerError, GO_ON):
+            write_samples(self.folder, split, step, groups, self.renderers[policy].text)
 
 
 @dataclass
@@ -170,8 +190,11 @@ class Controller:
                 publishers = _publishers(prepared, trainer, pool, on_event, follow)
                 closers.append(publishers)
             return Controller(prepared, launcher, trainer, learners, pool, publishers, sampler, closers)
-        except BaseException:
-            await _close(closers)
+        except BaseException as error:
+            with suppress(Exception):  # what failed first is the better news
+                await _close(closers)
+            if isinstance(error, Exception) and not isinstance(error, MilesError):
+                raise PluginLoadError(f"trainer and engines cannot be started: {clause(error)}", fix=SHOW) from error
             raise
 
     async def run(self, run_dir: RunDir, ledger: Ledger, trackers: Sequence[Tracker], stop: Stop) -> RunResult:
@@ -239,7 +262,7 @@ async def _close(closers: list[Any]) -> None:
     errors = []
     while closers:
         try:
-            await closers.pop().close()
+            await asyncio.wait_for(closers.pop().close(), CLOSE_TIMEOUT_S)
         except Exception as error:
             errors.append(error)
     if errors:

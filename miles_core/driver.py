@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from miles_core.compatibility import check_lock
 from miles_core.controller import Controller, describe_failure
-from miles_core.errors import JournalError, ResumeError
-from miles_core.export import export_cached
+from miles_core.errors import JournalError, MilesError, ResumeError, StoppedError, blamed, met_late
+from miles_core.export import Exports
 from miles_core.journal import Journal
 from miles_core.ledger import Ledger
 from miles_core.prepare import Prepared, prepare
+from miles_core.progress import told
 from miles_core.provider import Place
 from miles_core.run import Checkpoint, RunDir, check_resume, refuse_existing
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 #: What math libraries read when they are first imported.
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+
+OBSERVER = "mend or uninstall the plugin whose `miles_on_…` hook raised, then go on with --resume"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,22 +49,45 @@ def run_path(run_file: RunFile) -> Path:
     return Path(run_file.run.dir) if run_file.run.dir else Path("runs") / run_file.run.name
 
 
-async def execute(run_file: RunFile, catalogue: Catalogue, stop: Stop, *, resume: bool = False) -> RunResult:
-    """Run to the end or to a stop request. Raises `InputError`s before anything is created, `StoppedError`s later."""
+async def execute(
+    run_file: RunFile,
+    catalogue: Catalogue,
+    stop: Stop,
+    *,
+    resume: bool = False,
+    on_begin: Callable[[], None] = lambda: None,
+) -> RunResult:
+    """Run to the end or to a stop request. Raises `InputError`s before anything is created, `StoppedError`s later.
+
+    `on_begin` is called once, when the run directory is about to be written.
+    """
     set_threads(run_file.run.threads)
     path = run_path(run_file)
     going_on = _resume(run_file, path, catalogue) if resume else None
     if going_on is None:
         refuse_existing(path)
-    prepared = prepare(run_file, catalogue, path, export_cached)
-    trackers = _Relay()
-    controller = await Controller.open(prepared, trackers.event)
+    trackers, exports = _Relay(), Exports()
     try:
-        trackers.trackers = [prepared.wiring.build(part, Place.CONTROLLER) for part in run_file.trackers.values()]
-        run = _directory(prepared, path, going_on)
-        return await _drive(controller, prepared, run, going_on, trackers, stop)
-    finally:
-        await controller.close()
+        prepared = prepare(run_file, catalogue, path, exports)
+        controller = await Controller.open(prepared, trackers.event)
+    except BaseException:
+        exports.undo()
+        raise
+    try:
+        try:
+            trackers.trackers = [prepared.wiring.build(part, Place.CONTROLLER) for part in run_file.trackers.values()]
+            on_begin()
+            run = _directory(prepared, path, going_on)
+        except BaseException:
+            exports.undo()
+            raise
+        result = await _drive(controller, prepared, run, going_on, trackers, stop)
+    except BaseException:
+        with suppress(Exception):  # what stopped the run is the better news
+            await controller.close()
+        raise
+    await controller.close()
+    return result
 
 
 def _resume(run_file: RunFile, path: Path, catalogue: Catalogue) -> Resume:
@@ -96,7 +122,6 @@ async def _drive(
     run_file = prepared.wiring.run
     hooks = prepared.wiring.catalogue.pm.hook
     journal = Journal(run.path / "journal")
-    status = "finished"
     try:
         ledger = _ledger(prepared, journal, resume)
         first = resume.checkpoint.step if resume and resume.checkpoint else 0
@@ -112,18 +137,23 @@ async def _drive(
             "summary": summary(run_file),
         }
         trackers.start(info)
-        hooks.miles_on_run_start(info=info)
+        with blamed("an observer of the start of the run failed", StoppedError, OBSERVER):
+            hooks.miles_on_run_start(info=info)
         result = await controller.run(run, ledger, trackers.trackers, stop)
-        status = result.status
-        return result
     except BaseException as error:
+        if isinstance(error, MilesError):
+            met_late(error)
         status = describe_failure(error)
+        for end in (journal.close, lambda: hooks.miles_on_run_end(status=status), lambda: trackers.close(status)):
+            with suppress(Exception):  # what stopped the run is the better news
+                end()
         raise
-    finally:
-        with suppress(JournalError):  # what stopped the run is the better news; a journal that failed says so itself
-            journal.close()
-        hooks.miles_on_run_end(status=status)
-        trackers.close(status)
+    with suppress(JournalError):  # everything was synced with the last checkpoint
+        journal.close()
+    with blamed("an observer of the end of the run failed", StoppedError, OBSERVER):
+        hooks.miles_on_run_end(status=result.status)
+    trackers.close(result.status)
+    return result
 
 
 def _ledger(prepared: Prepared, journal: Journal, resume: Resume | None) -> Ledger:
@@ -148,16 +178,19 @@ class _Relay:
 
     def start(self, info: Mapping[str, Any]) -> None:
         for tracker in self.trackers:
-            tracker.start(info)
+            with told(tracker):
+                tracker.start(info)
 
     def event(self, kind: str, fields: Mapping[str, Any]) -> None:
         for tracker in self.trackers:
-            tracker.event(kind, fields)
+            with told(tracker):
+                tracker.event(kind, fields)
 
     def close(self, status: str) -> None:
-        for tracker in self.trackers:
-            tracker.close(status)
-        self.trackers = ()
+        trackers, self.trackers = self.trackers, ()
+        for tracker in trackers:
+            with told(tracker):
+                tracker.close(status)
 
 
 def set_threads(threads: int, environment: Callable[[str, str], None] | None = None) -> None:

@@ -7,6 +7,8 @@ and had to stop, 70 for what should never happen. Plugins raise these classes (o
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 EXIT_FINDINGS = 1
@@ -49,6 +51,29 @@ class StoppedError(MilesError):
 
     code = "MILES-E300"
     exit_code = EXIT_STOPPED
+
+
+def clause(error: BaseException, limit: int = 300) -> str:
+    """`error` as a part of another message: one line, without code and fix, cut where a library lists all it knows."""
+    text = error.message if isinstance(error, MilesError) else f"{type(error).__name__}: {error}"
+    text = " ".join(text.split()).rstrip(":")
+    return text if len(text) <= limit else f"{text[:limit].rstrip()} …"
+
+
+@contextmanager
+def blamed(what: str, kind: type[MilesError], fix: str) -> Iterator[None]:
+    """What plugin code raises in here becomes a `kind` that says what was going on; Miles' own errors pass."""
+    try:
+        yield
+    except MilesError:
+        raise
+    except Exception as error:
+        raise kind(f"{what}: {clause(error)}", fix=fix) from error
+
+
+def met_late(error: MilesError) -> None:
+    """Bad input that a run met after it had begun stops that run: it exits with 3 in place of 2."""
+    vars(error)["exit_code"] = EXIT_STOPPED
 
 
 # --- plugins: E0xx ---------------------------------------------------------------------------------------------------
@@ -269,6 +294,18 @@ class ResumeError(InputError):
     """A resume with another config or plugin lock; says what differs."""
 
     code = "MILES-E901"
+
+
+class RunDirError(InputError):
+    """The run directory cannot be made."""
+
+    code = "MILES-E903"
+
+
+class ExportError(InputError):
+    """An exported folder cannot be written."""
+
+    code = "MILES-E904"
 
 
 class RunNotFoundError(InputError):

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from miles_core.config.compose import from_tree
 from miles_core.discovery import scan
-from miles_core.errors import InputError, RunExistsError
+from miles_core.errors import ExportError, InputError, RunExistsError
 from miles_core.prepare import build_renderer, model_sources
 from miles_core.provider import Place
 from miles_core.run import RunDir
@@ -29,6 +30,27 @@ def export_cached(run_dir: Path, step: int | None) -> Path:
     if not folder.exists():
         export(run, checkpoint.step, folder)
     return folder
+
+
+class Exports:
+    """`export_cached` that can be undone, for runs that are refused after it."""
+
+    def __init__(self) -> None:
+        self._made: list[Path] = []
+
+    def __call__(self, run_dir: Path, step: int | None) -> Path:
+        before = set((run_dir / "exports").glob("*"))
+        folder = export_cached(run_dir, step)
+        if folder not in before:
+            self._made.append(folder)
+        return folder
+
+    def undo(self) -> None:
+        while self._made:
+            folder = self._made.pop()
+            shutil.rmtree(folder, ignore_errors=True)
+            with suppress(OSError):  # others may lie there
+                folder.parent.rmdir()
 
 
 def export(run: RunDir, step: int | None, folder: Path, policy: str = "") -> int:
@@ -51,16 +73,16 @@ def export(run: RunDir, step: int | None, folder: Path, policy: str = "") -> int
     renderer = build_renderer(wiring, chosen, sources[chosen.name]["actor"], Place.CONTROLLER)
     draft = folder.with_name(f".{folder.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
     worker: Any = TrainerWorker(wiring, sources, 0, 1, lambda: False)
     try:
         worker.load(str(checkpoint.trainer))
+        draft.mkdir(parents=True)
         worker.save_model(chosen.name, str(draft))
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
+        renderer.tokenizer.save(draft)
+        os.rename(draft, folder)
+    except OSError as error:
+        raise ExportError(f"{folder} cannot be written: {error}", fix="free space there, or name another") from error
     finally:
+        shutil.rmtree(draft, ignore_errors=True)
         worker.close()
-    renderer.tokenizer.save(draft)
-    os.rename(draft, folder)
     return checkpoint.step

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from miles_core.errors import LateDataError
+from miles_core.errors import DataError, LateDataError, blamed
 
 if TYPE_CHECKING:
     from miles_core.contracts.environment import TaskSource
@@ -42,7 +42,11 @@ class TaskFeed:
             self._extend(position)
             env, inner = self._order[position]
         source = self._train[env]
-        task = source.task(inner)
+        try:
+            with blamed(f"environment {env!r}, task {inner}", LateDataError, "mend what the environment reads"):
+                task = source.task(inner)
+        except DataError as error:
+            raise LateDataError(error.message, fix=error.fix) from error
         if not task.id:
             raise LateDataError(f"environment {env!r} gave task {inner} no id", fix="give every task an id")
         return env, task, inner // source.size if source.size else 0

@@ -23,7 +23,7 @@ from typing import Any
 
 import xxhash
 
-from miles_core.errors import JournalError
+from miles_core.errors import JournalError, RecordError
 from miles_core.files import Files
 
 FORMAT = 1
@@ -93,7 +93,13 @@ class Journal:
                 f"the journal {self.folder} takes no more records: {self.broken or 'it is closed'}",
                 fix="solve that, then go on with `miles run --resume`",
             )
-        text = _ENCODE({"kind": kind, **fields}).encode()
+        try:
+            text = _ENCODE({"kind": kind, **fields}).encode()
+        except (TypeError, ValueError) as error:  # UnicodeEncodeError too: half of a surrogate pair
+            raise RecordError(
+                f"a {kind!r} record holds what JSON cannot: {error}",
+                fix="return plain JSON from environments: numbers, strings, lists and dicts in a score's info",
+            ) from error
         payload = b"".join((_HEADER_LENGTH.pack(len(text)), text, *blocks))
         prefix = _PREFIX.pack(len(payload), xxhash.xxh3_64_intdigest(payload, seed=len(payload)))
         at = self._segment, self._offset

@@ -26,7 +26,7 @@ import numpy as np
 from miles_core import aggregation, measures
 from miles_core.columns import CORE_COLUMNS, Array, Batch, ColumnSpec, Level, collate
 from miles_core.contracts.learning import Output, Stage, TermInfo, UpdateResult
-from miles_core.errors import CombinationError, LearnerError
+from miles_core.errors import CombinationError, LearnerError, blamed
 from miles_core.records import Episode, Finish, Group, Metric, Status
 from miles_core.seeds import generator
 
@@ -228,7 +228,8 @@ class Learner:
     ) -> tuple[Batch, dict[str, Array]]:
         """One stage: the batch with what it wrote (but for what corrections share), and all that it wrote."""
         rng = generator(self._seed, self.policy.name, "stage", name, batch.step)
-        result = stage(batch, rng)
+        with blamed(f"step {batch.step}: the stage {name!r} ({phase}) failed", LearnerError, "see it with --traceback"):
+            result = stage(batch, rng)
         declared = {spec.name for spec in stage.gives}
         if set(result.columns) != declared:
             raise LearnerError(

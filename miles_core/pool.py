@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from miles_core.contracts.engine import Completion, Health, PauseMode, Request
-from miles_core.errors import DeadlineError, EngineError, QuorumError
+from miles_core.errors import DeadlineError, EngineError, MilesError, QuorumError, clause
 from miles_core.records import Finish, Span, Version
 from miles_core.weights import ServingGate
 
@@ -107,7 +107,7 @@ class Pool:
         except TimeoutError:
             return Health(ok=False, detail=f"no answer to a health check within {self.health_deadline_s:g} s")
         except Exception as error:
-            return Health(ok=False, detail=f"health check failed: {error}")
+            return Health(ok=False, detail=f"health check failed: {clause(error)}")
 
     def quarantine(self, name: str, reason: str) -> None:
         """Close the member's gate; its requests move to other members. It returns through a full resync only."""
@@ -304,11 +304,18 @@ class Pool:
             health = await self.health(name)
             if health.ok and not isinstance(error, OSError):
                 raise
-            failures.append(f"{name}: {error}")
+            failures.append(f"{name}: {clause(error)}")
             del member.running[request.id]  # this call noticed; quarantine cancels the others
-            self.quarantine(name, f"{error} ({health.detail or 'connection failed'})")
+            self.quarantine(name, f"{clause(error)} ({health.detail or 'connection failed'})")
             self.check_quorum()
             return None
+        except MilesError:
+            raise
+        except Exception as error:
+            raise EngineError(
+                f"engine {name!r} failed at request {request.id!r}: {clause(error)}",
+                fix="see the cause with --traceback, mend it, then go on with --resume",
+            ) from error
         finally:
             member.running.pop(request.id, None)
             self._lost.discard(request.id)

@@ -5,7 +5,8 @@ Capabilities, the plugin lock, model sources, renderers, environments and the fi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from miles_core.compatibility import match_capabilities, plugin_lock
 from miles_core.config.schema import Part
 from miles_core.config.source import resolve_source
-from miles_core.errors import DataError
+from miles_core.errors import DataError, LateDataError, ModelSourceError, blamed
 from miles_core.provider import Place
 from miles_core.wiring import Wiring, column_specs
 
@@ -56,7 +57,7 @@ def prepare(run_file: RunFile, catalogue: Catalogue, run_dir: Path, export: Call
             for key, part in policy.envs.items()
         }
         for key, env in envs[name].items():
-            _probe(key, env, renderers[name], evaluates=run_file.eval.every is not None)
+            _probe(key, env, renderers[name], sources[name]["actor"], evaluates=run_file.eval.every is not None)
         stages[name] = wiring.stages(policy)
         filters[name] = {
             part.name: wiring.build(part, Place.CONTROLLER, policy=name) for part in policy.algorithm.many("filters")
@@ -118,7 +119,7 @@ def build_renderer(wiring: Wiring, policy: Policy, source: ModelSource, place: P
     return wiring.build(policy.renderer, place, policy=policy.name, model=source, tokenizer=tokenizer)
 
 
-def _probe(name: str, env: Any, renderer: Any, *, evaluates: bool) -> None:
+def _probe(name: str, env: Any, renderer: Any, model: ModelSource, *, evaluates: bool) -> None:
     """Hand out the first task of each split that the run needs, and render it."""
     for split in ("train", "eval") if evaluates else ("train",):
         if split not in env.task_splits:
@@ -126,7 +127,30 @@ def _probe(name: str, env: Any, renderer: Any, *, evaluates: bool) -> None:
                 f"environment {name!r} has no split {split!r}; it has {list(env.task_splits)}",
                 fix="give it one, or set eval.every: null" if split == "eval" else "choose another environment",
             )
-        source = env.tasks(split)
+        with blamed(f"environment {name!r}, split {split!r}", DataError, "mend what the environment reads"):
+            source = env.tasks(split)
         if source.size == 0:
             raise DataError(f"split {split!r} of environment {name!r} is empty", fix="give it at least one task")
-        renderer.prompt(source.task(0).prompt)
+        try:
+            with blamed(f"environment {name!r}, first task of {split!r}", DataError, "mend what the environment reads"):
+                task = source.task(0)
+        except LateDataError as error:
+            raise DataError(error.message, fix=error.fix) from error
+        _fits(model, renderer, task.id, renderer.prompt(task.prompt))
+
+
+def _fits(model: ModelSource, renderer: Any, task: str, ids: Sequence[int]) -> None:
+    """Refuse a tokenizer whose ids the model has no embedding for."""
+    text = json.dumps(model.architecture) if model.folder is None else (model.folder / "config.json").read_text()
+    size = json.loads(text).get("vocab_size")
+    largest = max([*ids, *renderer.stop_ids], default=0)
+    if model.folder is None and model.tokenizer_folder is None:  # drawn for this tokenizer: all of it must fit
+        largest = max(largest, renderer.tokenizer.vocab_size - 1)
+    if isinstance(size, int) and largest >= size:
+        raise ModelSourceError(
+            f"the tokenizer of model {model.asked!r} has id {largest} (task {task!r}), and the model's vocab_size is "
+            f"{size}",
+            fix=f"set model.architecture.vocab_size to {largest + 1} or more"
+            if model.folder is None
+            else "use the model's own tokenizer: leave out model.tokenizer",
+        )

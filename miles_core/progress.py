@@ -6,11 +6,13 @@ Metrics are (numerator, denominator). Those of a batch depend on its groups alon
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 
 from miles_core.contracts.launcher import Tracker
+from miles_core.errors import TrackerError, blamed
 from miles_core.records import Finish, Group, Metric, Origin, Status
 
 
@@ -79,6 +81,11 @@ def sampled(columns: Mapping[str, Any], length: int) -> int:
     return length if origin is None else int(np.count_nonzero(np.asarray(origin) == Origin.SAMPLED))
 
 
+def told(tracker: Tracker) -> AbstractContextManager[None]:
+    """Where a tracker is told something: what it raises is a `TrackerError` that names it."""
+    return blamed(f"tracker {type(tracker).__name__} failed", TrackerError, "mend or leave it out, then use --resume")
+
+
 class Reports:
     """All trackers as one."""
 
@@ -87,7 +94,8 @@ class Reports:
 
     def event(self, kind: str, **fields: Any) -> None:
         for tracker in self._trackers:
-            tracker.event(kind, fields)
+            with told(tracker):
+                tracker.event(kind, fields)
 
     def metrics(self, step: int, values: Mapping[str, Metric], policy: str) -> None:
         """`values` by `side/name`; each side goes out once."""
@@ -97,4 +105,5 @@ class Reports:
             sides.setdefault(side, {})[name] = value
         for side, named in sides.items():
             for tracker in self._trackers:
-                tracker.metrics(step, side, named, policy)
+                with told(tracker):
+                    tracker.metrics(step, side, named, policy)

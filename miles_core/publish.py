@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from miles_core.contracts.weights import Evidence, Manifest, Receipt
-from miles_core.errors import DeadlineError, WeightError
+from miles_core.errors import DeadlineError, WeightError, blamed, clause
 from miles_core.records import Version
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class Publisher:
                 return await self._once(version, members)
             except _AtFaultError as fault:
                 for name, error in fault.faults.items():
-                    self.pool.quarantine(name, f"{version}: {error}")
+                    self.pool.quarantine(name, f"{version}: {clause(error)}")
                 members = tuple(name for name in members if name not in fault.faults)
                 if len(members) < self.pool.min_engines:
                     for name in members:  # they wait, paused, and have no receipt: leave nothing half-open
@@ -163,7 +163,8 @@ class Publisher:
         specs = (await self._call("specs", self.policy, deadline=deadline))[0]
         senders = await self._call("describe", self.policy, deadline=deadline)
         blobs = await self._both(None, {name: link.describe() for name, link in links.items()}, deadline)
-        plan = self._transport.plan(specs, senders, blobs)
+        with blamed("the transport cannot plan", WeightError, "choose another sync plugin, or mend this one"):
+            plan = self._transport.plan(specs, senders, blobs)
         if len(plan.senders) != len(senders) or set(plan.links) != set(links):
             raise WeightError(
                 f"the transport planned {len(plan.senders)} senders and links {sorted(plan.links)}; "
@@ -213,7 +214,8 @@ class Publisher:
 
     async def _call(self, method: str, *args: Any, rank: int | None = None, deadline: float) -> list[Any]:
         left = max(deadline - time.monotonic(), 0.001)
-        return await self._trainer.call(method, *args, rank=rank, timeout_s=left)
+        with blamed(f"the trainer failed in {method!r}", WeightError, "see the cause with --traceback, then --resume"):
+            return await self._trainer.call(method, *args, rank=rank, timeout_s=left)
 
     async def _both(
         self, main: Callable[[], Awaitable[Any]] | None, sides: Mapping[str, Awaitable[Any]], deadline: float

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miles_core.errors import CheckpointError, ResumeError, RunExistsError, RunNotFoundError
+from miles_core.errors import CheckpointError, ResumeError, RunDirError, RunExistsError, RunNotFoundError
 
 #: What may change on `--resume` (design §6), as patterns over dotted paths. `run.steps` may only grow.
 MAY_CHANGE = tuple(
@@ -68,10 +68,14 @@ class RunDir:
         refuse_existing(path)
         draft = path.with_name(f".{path.name}.draft")
         shutil.rmtree(draft, ignore_errors=True)
-        for folder in ("journal", "rollouts", "checkpoints", "weights"):
-            (draft / folder).mkdir(parents=True)
-        RunDir(draft).write_config(tree, origins, lock)
-        os.rename(draft, path)  # replaces an empty directory
+        try:
+            for folder in ("journal", "rollouts", "checkpoints", "weights"):
+                (draft / folder).mkdir(parents=True)
+            RunDir(draft).write_config(tree, origins, lock)
+            os.rename(draft, path)  # replaces an empty directory
+        except OSError as error:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise _cannot_make(path, str(error)) from error
         return RunDir(path)
 
     @staticmethod
@@ -94,7 +98,12 @@ class RunDir:
         return read_yaml(self.path / "resolved.yaml")
 
     def lock(self) -> dict[str, Any]:
-        return dict(json.loads((self.path / "plugins.lock").read_text()))
+        try:
+            return dict(json.loads((self.path / "plugins.lock").read_text()))
+        except (OSError, ValueError) as error:
+            raise ResumeError(
+                f"{self.path / 'plugins.lock'} cannot be read: {error}", fix="restore it, or start a new run"
+            ) from error
 
     def metrics(self) -> Iterator[dict[str, Any]]:
         """Lines of `metrics.jsonl`; a torn last line is skipped."""
@@ -142,7 +151,10 @@ class RunDir:
         """An empty folder to write a checkpoint into; `commit_checkpoint` makes it valid."""
         draft = self.path / "checkpoints" / f".step_{step:06d}.draft"
         shutil.rmtree(draft, ignore_errors=True)
-        (draft / "trainer").mkdir(parents=True)
+        try:
+            (draft / "trainer").mkdir(parents=True)
+        except OSError as error:
+            raise _not_written(step, error) from error
         return draft
 
     def commit_checkpoint(self, draft: Path, step: int, ledger: Mapping[str, Any]) -> Checkpoint:
@@ -161,23 +173,39 @@ class RunDir:
             write_durably(folder / "COMMIT", f"{step}\n")
             _flush(folder.parent)
         except OSError as error:
-            raise CheckpointError(
-                f"the checkpoint of step {step} could not be written: {error}",
-                fix="free space, then go on with --resume; earlier checkpoints are valid",
-            ) from error
+            raise _not_written(step, error) from error
         return Checkpoint(step, folder)
 
     def point_best(self, step: int) -> None:
-        write_durably(self.path / "checkpoints" / "best", f"step_{step:06d}\n")
+        try:
+            write_durably(self.path / "checkpoints" / "best", f"step_{step:06d}\n")
+        except OSError as error:
+            raise _not_written(step, error) from error
+
+
+def _not_written(step: int, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint of step {step} could not be written: {error}",
+        fix="free space, then go on with --resume; earlier checkpoints are valid",
+    )
+
+
+def _cannot_make(path: Path, why: str) -> RunDirError:
+    return RunDirError(
+        f"the run directory {path} cannot be made: {why}", fix="free space there, or name another place by run.dir=…"
+    )
 
 
 def refuse_existing(path: Path) -> None:
-    """Raise `RunExistsError` where `path` exists and holds anything."""
+    """Raise `RunExistsError` where `path` exists and holds anything, `RunDirError` where it can never be made."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise RunExistsError(
             f"the run directory {path} exists",
             fix="go on with it by --resume, or start another with run.name=… (or run.dir=…)",
         )
+    above = next((p for p in path.absolute().parents if p.exists()), Path("/"))
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise _cannot_make(path, f"{above} is {'not writable' if above.is_dir() else 'no directory'}")
 
 
 def write_durably(path: Path, text: str) -> None:

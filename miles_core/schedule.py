@@ -24,7 +24,7 @@ from miles_core.collaborators import (
 )
 from miles_core.config.schema import EvalConfig, OnStale
 from miles_core.contracts.launcher import Tracker
-from miles_core.errors import CombinationError, LedgerError, StoppedError
+from miles_core.errors import CombinationError, LedgerError, StoppedError, blamed
 from miles_core.ledger import Lease, Ledger, Open
 from miles_core.progress import Reports, evaluation_metrics, rollout_metrics, sampled
 from miles_core.records import Group, Sampling, Status, Version
@@ -33,6 +33,7 @@ from miles_core.side import CANCEL_GRACE_S, Side, cancel, cancelled, stalled, wi
 __all__ = ["Loop", "PolicySetup", "RunResult", "Stop"]
 
 T = TypeVar("T")
+GO_ON = "see where with --traceback, mend or leave out that plugin, then go on with --resume"
 
 
 class Loop:
@@ -190,7 +191,8 @@ class Loop:
         values["time/tokens_per_s"] = (values["rollout/tokens"][0], ended - began)
         self._reports.metrics(step, values, name)
         if self._observers is not None:
-            self._observers.miles_on_step(policy=name, step=step, metrics=values)
+            with blamed(f"an observer of step {step} failed", StoppedError, GO_ON):
+                self._observers.miles_on_step(policy=name, step=step, metrics=values)
 
     # --- sampling ----------------------------------------------------------------------------------------------------
 
@@ -236,7 +238,8 @@ class Loop:
         versions = versions_of(group)
         kept, why = fit_group(group, side.schedule)
         for name, check in side.setup.filters.items() if kept is not None else ():
-            reason = check(group if kept is None else kept)
+            with blamed(f"filter {name!r} failed on group {group.id!r}", StoppedError, GO_ON):
+                reason = check(group if kept is None else kept)
             if reason is not None:
                 kept, why = None, f"filter {name}: {reason}"
                 break
@@ -330,7 +333,8 @@ class Loop:
             told = {"policy": side.name, "version": str(version), "changed": changed, "engines": sorted(receipts)}
             self._reports.event("published", step=version.number, **told)
             if self._observers is not None:
-                self._observers.miles_on_weights(version=version, receipts=receipts)
+                with blamed(f"an observer of {version} failed", StoppedError, GO_ON):
+                    self._observers.miles_on_weights(version=version, receipts=receipts)
         self._admit(side)
 
     def _evaluation_due(self, done: int) -> bool:
@@ -411,7 +415,8 @@ class Loop:
         self._saved = self._round
         self._reports.event("checkpoint", step=self._round, best=best, folder=str(folder))
         if self._observers is not None:
-            self._observers.miles_on_checkpoint(step=self._round, folder=folder)
+            with blamed(f"an observer of the checkpoint of step {self._round} failed", StoppedError, GO_ON):
+                self._observers.miles_on_checkpoint(step=self._round, folder=folder)
 
     # --- ends and errors ---------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import asyncio
 import importlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from miles_core.contracts.launcher import WorkerSpec
 
 BUILD_TIMEOUT_S = 1800.0
+CLOSE_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,8 @@ class InlineWorkers:
     async def close(self) -> None:
         worker, self._worker = self._worker, None  # closing twice is harmless
         if worker is not None and hasattr(worker, "close"):
-            await self._run("close", worker.close, 60.0)
+            with suppress(DeadlineError):  # its thread hangs in an earlier call, which has said so
+                await self._run("close", worker.close, CLOSE_TIMEOUT_S)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 

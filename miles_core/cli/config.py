@@ -55,7 +55,7 @@ def fields(cls: type, prefix: str = "") -> list[dict[str, str]]:
     """One row for each field of a config dataclass; nested ones by dotted name."""
     import dataclasses
 
-    from miles_core.config.binding import MISSING, annotation, bounds, default_of, fields_of, hints, plain
+    from miles_core.config.binding import annotation, bounds, fields_of, hints, plain, required
     from miles_core.config.reading import written
 
     rows: list[dict[str, str]] = []
@@ -64,39 +64,27 @@ def fields(cls: type, prefix: str = "") -> list[dict[str, str]]:
         if dataclasses.is_dataclass(hint):
             rows += fields(hint if isinstance(hint, type) else type(hint), f"{prefix}{name}.")
             continue
-        default = default_of(field)
-        required = isinstance(default, str) and default == MISSING
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         values = (
-            *(f"{prefix}{name}", annotation(hint), "(required)" if required else written(plain(default))),
+            *(f"{prefix}{name}", annotation(hint), "(required)" if required(field) else written(plain(default))),
             *(str(field.metadata.get("unit", "")), bounds(field), str(field.metadata.get("help", ""))),
         )
         rows.append(dict(zip(COLUMNS, values, strict=True)))
     return rows
 
 
-def core_sections() -> dict[str, type]:
-    """Every section that core types, by the name under which it stands in a run file."""
-    from miles_core.config import schema as s
-
-    return {
-        **{"run": s.RunConfig, "eval": s.EvalConfig, "model": s.ModelKeys, "env": s.EnvKeys, "rollout": s.EngineKeys},
-        **{"backend": s.BackendKeys, "optimizer": s.OptimizerConfig, "sync": s.SyncKeys},
-        **{"schedule": s.ScheduleConfig, "algorithm": s.AlgorithmKeys, "roles": s.RoleConfig},
-    }
-
-
 def _sections(what: str) -> dict[str, list[dict[str, str]]]:
+    from miles_core.config.schema import SECTIONS
     from miles_core.discovery import close
     from miles_core.errors import UnknownKeyError
 
-    known = core_sections()
-    if what and what not in known:
-        similar = close(what, known)
+    if what and what not in SECTIONS:
+        similar = close(what, SECTIONS)
         raise UnknownKeyError(
-            f"{what!r} is neither a section that core types ({', '.join(known)}) nor KIND:NAME of a plugin",
+            f"{what!r} is neither a section that core types ({', '.join(SECTIONS)}) nor KIND:NAME of a plugin",
             fix=f"write {similar}" if similar else "write e.g. schedule, or sync:bucketed",
         )
-    return {name: fields(cls) for name, cls in known.items() if what in ("", name)}
+    return {name: fields(cls) for name, cls in SECTIONS.items() if what in ("", name)}
 
 
 def _plugin(what: str, catalogue: Catalogue) -> dict[str, list[dict[str, str]]]:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import importlib
 import sys
+import threading
 import traceback as traces
 from collections.abc import Sequence
 from typing import Any
 
 import typer
 
+from miles_core.cli.leaving import GRACE_S, leave_within
 from miles_core.errors import EXIT_BAD_INPUT, EXIT_INTERNAL, EXIT_INTERRUPTED, MilesError
 
 #: Command -> module and attribute; a `typer.Typer` there becomes a group. A new command is one line.
@@ -57,6 +59,15 @@ def _root() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 fine, 1 findings, 2 bad input, 3 stopped, 70 internal error, 130 interrupted."""
+    try:
+        _main(arguments)
+    except SystemExit as leaving:
+        if arguments is None and threading.active_count() > 1:
+            leave_within(GRACE_S, leaving.code if isinstance(leaving.code, int) else 0)
+        raise
+
+
+def _main(arguments: Sequence[str] | None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     wants_traceback = "--traceback" in given
     given = [argument for argument in given if argument != "--traceback"]

@@ -12,7 +12,10 @@ from typing import Annotated
 
 import typer
 
-from miles_core.errors import EXIT_INTERRUPTED, InputError, StoppedError
+from miles_core.cli.leaving import GRACE_S, leave_within
+from miles_core.errors import EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError, MilesError
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def run(
@@ -28,27 +31,37 @@ def run(
     catalogue = scan()
     if file.is_dir():
         if not resume:
-            raise InputError(
+            raise ConfigError(
                 f"{file} is a directory, not a run file", fix=f"miles run {file} --resume, to go on with it"
             )
         run_file = reload(file, (*(overrides or ()), f"run.dir={file}"), catalogue=catalogue)
     else:
         run_file = load(file, tuple(overrides or ()), catalogue=catalogue)
     path = run_path(run_file)
-    stop = threading.Event()
+    stop, begun = threading.Event(), threading.Event()
 
     async def drive() -> object:
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGINT, _interrupt, stop, path)
-        loop.add_signal_handler(signal.SIGTERM, _interrupt, stop, path)
-        return await execute(run_file, catalogue, stop, resume=resume)
+        try:
+            return await execute(run_file, catalogue, stop, resume=resume, on_begin=begun.set)
+        except MilesError as error:
+            if error.exit_code == EXIT_STOPPED and (path / "resolved.yaml").is_file():
+                error.fix += f"\nResume: miles run {path} --resume"
+            leaving.append(leave_within(GRACE_S, error.exit_code, str(error)))
+            raise
 
+    leaving: list[threading.Timer] = []
+    before = {number: signal.signal(number, _Interrupt(stop, begun, path)) for number in SIGNALS}
     try:
         result = asyncio.run(drive())
-    except StoppedError as error:
-        if (path / "resolved.yaml").is_file():
-            error.fix += f"\nResume: miles run {path} --resume"
+    except Exception as error:
+        if begun.is_set() and not isinstance(error, MilesError):
+            print(f"what was journalled is safe. Go on: miles run {path} --resume", file=sys.stderr)
         raise
+    finally:
+        for timer in leaving:
+            timer.cancel()
+        for number, handler in before.items():
+            signal.signal(number, handler)
     status = getattr(result, "status", "finished")
     if status == "interrupted":
         print(f"\ninterrupted and saved. Go on: miles run {path} --resume", file=sys.stderr)
@@ -56,10 +69,23 @@ def run(
     print(f"finished: {path}. Look at it: miles show {path}", file=sys.stderr)
 
 
-def _interrupt(stop: threading.Event, path: Path) -> None:
-    if stop.is_set():
-        # Every finished group was journalled when it finished; waiting for a training thread would not be "at once".
-        print(f"\nstopped at once. Go on: miles run {path} --resume", file=sys.stderr, flush=True)
-        os._exit(EXIT_INTERRUPTED)
-    stop.set()
-    print("\nfinishing the step, then saving; Ctrl-C again stops at once", file=sys.stderr, flush=True)
+class _Interrupt:
+    """What Ctrl-C (or SIGTERM) does. Before the run begins, the first ends the command; then the first finishes the
+    step, and the second stops at once. A handler may interrupt a print, hence `os.write`."""
+
+    def __init__(self, stop: threading.Event, begun: threading.Event, path: Path) -> None:
+        self._stop, self._begun, self._path = stop, begun, path
+        self._seen = False
+
+    def __call__(self, number: int, frame: object) -> None:
+        if self._seen:
+            # Every finished group was journalled when it finished; waiting for a thread would not be "at once".
+            go_on = f". Go on: miles run {self._path} --resume" if self._begun.is_set() else ""
+            os.write(2, f"\nstopped at once{go_on}\n".encode())
+            os._exit(EXIT_INTERRUPTED)
+        self._seen = True
+        if not self._begun.is_set():
+            os.write(2, b"\ninterrupted before the run began\n")
+            raise KeyboardInterrupt
+        self._stop.set()
+        os.write(2, b"\nfinishing the step, then saving; Ctrl-C again stops at once\n")

@@ -1,7 +1,8 @@
 """YAML in, plain trees out: one reader for run files, command-line values and `resolved.yaml`.
 
 YAML 1.2 core schema: only `true` and `false` are booleans (`on`, `off`, `yes`, `no` stay strings), `1e-3` is a number,
-nothing becomes a date. Keys are strings and may not repeat. No tags, so nothing can be executed.
+nothing becomes a date. Keys are strings and may not repeat. No tags, so nothing can be executed; no aliases, so a short
+file cannot stand for endless data.
 """
 
 from __future__ import annotations
@@ -9,100 +10,83 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from miles_core.config.binding import join
 from miles_core.errors import ConfigError
 
-_INT = re.compile(r"[-+]?[0-9]+")
-_OTHER_INT = re.compile(r"0o[0-7]+|0x[0-9a-fA-F]+")
-_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+#: The core schema of YAML 1.2: what a plain scalar means. The first pattern that matches decides; the rest are strings.
+_CORE_SCHEMA: tuple[tuple[str, Callable[[str], Any]], ...] = (
+    (r"|~|null|Null|NULL", lambda text: None),
+    (r"true|True|TRUE|false|False|FALSE", lambda text: text.lower() == "true"),
+    (r"[-+]?[0-9]+", int),
+    (r"0o[0-7]+|0x[0-9a-fA-F]+", lambda text: int(text, 0)),
+    (r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", float),
+    (r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", lambda text: float(text.replace(".", ""))),
+)
 _NOT_RAW = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]")
-_TAGS = {"str", "int", "float", "bool", "null", "seq", "map", "timestamp", "merge", "value"}  # PyYAML's own guesses
-_SPECIAL = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
 
 def scalar(text: str) -> Any:
     """The value of a plain (unquoted) scalar."""
-    if text in ("", "~", "null", "Null", "NULL"):
-        return None
-    if text in ("true", "True", "TRUE", "false", "False", "FALSE"):
-        return text.lower() == "true"
-    if _INT.fullmatch(text):
-        return int(text)
-    if _OTHER_INT.fullmatch(text):
-        return int(text, 0)
-    if _FLOAT.fullmatch(text):
-        return float(text)
-    return float(text.lower().replace(".", "")) if _SPECIAL.fullmatch(text) else text
+    return next((read(text) for pattern, read in _CORE_SCHEMA if re.fullmatch(pattern, text)), text)
 
 
-class _Reader:
-    """Builds plain data from PyYAML's node tree."""
+def _value(node: yaml.Node, source: str, seen: set[int]) -> Any:
+    """Plain data of PyYAML's node tree. An alias is a node that was `seen`: few of them can stand for endless data."""
 
-    def __init__(self, source: str) -> None:
-        self.source, self.count = source, 0
+    def refused(at: yaml.Node, message: str, fix: str) -> ConfigError:
+        return ConfigError(f"{source}, line {at.start_mark.line + 1}: {message}", fix=fix)
 
-    def fail(self, node: yaml.Node, message: str, fix: str) -> ConfigError:
-        return ConfigError(f"{self.source}, line {node.start_mark.line + 1}: {message}", fix=fix)
-
-    def value(self, node: yaml.Node, depth: int = 0) -> Any:
-        if depth > 64:
-            raise self.fail(node, "nested deeper than 64 levels", "flatten it; an alias may not contain itself")
-        self.count += 1
-        if self.count > 100_000:  # aliases multiply
-            raise self.fail(node, "more than 100000 values", "put data into a file of its own")
-        if node.tag.removeprefix("tag:yaml.org,2002:") not in _TAGS:
-            raise self.fail(node, f"the tag {node.tag} is not read", "write plain values only")
-        if isinstance(node, yaml.SequenceNode):
-            return [self.value(item, depth + 1) for item in node.value]
-        if isinstance(node, yaml.MappingNode):
-            return self.mapping(node, depth)
+    if id(node) in seen:
+        raise refused(node, "an alias to this value is not read", "write the value again where it is meant")
+    seen.add(id(node))
+    if node.tag.removeprefix("tag:yaml.org,2002:") not in ("str", "seq", "map"):
+        raise refused(node, f"the tag {node.tag} is not read", "write plain values only")
+    if isinstance(node, yaml.SequenceNode):
+        return [_value(item, source, seen) for item in node.value]
+    if isinstance(node, yaml.ScalarNode):
         return scalar(node.value) if node.style is None else node.value
-
-    def mapping(self, node: yaml.MappingNode, depth: int) -> dict[str, Any]:
-        tree: dict[str, Any] = {}
-        for key_node, value_node in node.value:
-            if not isinstance(key_node, yaml.ScalarNode):
-                raise self.fail(key_node, "a key is not a string", "write plain keys only")
-            key = key_node.value
-            if key in tree:
-                raise self.fail(key_node, f"the key {key!r} stands here twice", "keep one of them")
-            tree[key] = self.value(value_node, depth + 1)
-        return tree
+    tree: dict[str, Any] = {}
+    for key, value in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            raise refused(key, "a key is not a string", "write plain keys only")
+        if key.value in tree:
+            raise refused(key, f"the key {key.value!r} stands here twice", "keep one of them")
+        tree[key.value] = _value(value, source, seen)
+    return tree
 
 
 def parse(text: str, source: str) -> Any:
     """Plain data of one YAML document; `ConfigError` with `source` and line where it cannot be read."""
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
+        node = yaml.compose(text, Loader=yaml.BaseLoader)  # which guesses no types
+        return None if node is None else _value(node, source, set())
+    except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise ConfigError(
             f"{source}{where} is no YAML: {problem}", fix="mend the line; strings with : # { } need quotes"
         ) from error
-    return None if node is None else _Reader(source).value(node)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """A run file, or a run's `resolved.yaml`, as a plain tree."""
     try:
-        text = path.read_text(encoding="utf-8")
+        tree = parse(path.read_text(encoding="utf-8"), str(path))
     except FileNotFoundError as error:
         raise ConfigError(f"{path} does not exist", fix="name an existing run file") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}", fix="name a readable YAML file in UTF-8") from error
-    tree = parse(text, str(path))
     if not isinstance(tree, dict):
-        raise ConfigError(
-            f"{path} holds {'nothing' if tree is None else f'a {type(tree).__name__}'}; a run file is a mapping",
-            fix="write sections such as `model: {…}` at the top level",
-        )
+        found = "nothing" if tree is None else f"a {type(tree).__name__}"
+        fix = "write sections such as `model: {…}` at the top level"
+        raise ConfigError(f"{path} holds {found}; a run file is a mapping", fix=fix)
     return tree
 
 
@@ -114,12 +98,12 @@ def read_origins(path: Path) -> dict[str, str]:
     def walk(node: yaml.Node | None, at: str) -> None:
         if isinstance(node, yaml.MappingNode) and node.value:
             for key, value in node.value:
-                walk(value, f"{at}.{key.value}" if at else key.value)
+                walk(value, join(at, key.value))
         elif node is not None:
             comment = lines[node.end_mark.line][node.end_mark.column :].partition("# ")[2]
             origins[at] = comment.strip() or "resolved"
 
-    walk(yaml.compose(text, Loader=yaml.SafeLoader), "")
+    walk(yaml.compose(text, Loader=yaml.BaseLoader), "")
     return origins
 
 
@@ -128,14 +112,13 @@ def read_overrides(overrides: Sequence[str]) -> list[dict[str, Any]]:
     trees = []
     for text in overrides:
         path, equals, raw = text.partition("=")
-        keys = path.split(".")
-        if not equals or not all(key.strip() for key in keys):
-            raise ConfigError(
-                f"{text!r} on the command line sets nothing", fix="write key=value, e.g. schedule.max_staleness=2"
-            )
+        keys = [key.strip() for key in path.split(".")]
+        if not equals or not all(keys):
+            fix = "write key=value, e.g. schedule.max_staleness=2"
+            raise ConfigError(f"{text!r} on the command line sets nothing", fix=fix)
         tree: Any = parse(raw, f"command line, {path}")
         for key in reversed(keys):
-            tree = {key.strip(): tree}
+            tree = {key: tree}
         trees.append(tree)
     return trees
 

@@ -8,6 +8,7 @@ group says so with the requirement `siblings`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import PurePath
 
 from miles_core.config.schema import OffPolicy, Policy, RunFile
 from miles_core.discovery import Catalogue
@@ -24,6 +25,12 @@ def check(run_file: RunFile, catalogue: Catalogue) -> None:
 
 def violations(run_file: RunFile, catalogue: Catalogue) -> Iterator[MilesError]:
     """Every combination of this run file that is refused."""
+    below = PurePath(run_file.run.name)
+    if run_file.run.dir is None and (below.is_absolute() or ".." in below.parts or not below.parts):
+        yield ConfigRangeError(
+            f"run.name is {run_file.run.name!r}; it names a folder below runs/",
+            fix="write a plain name; a run elsewhere is run.dir=…",
+        )
     for name, policy in run_file.policies.items():
         prefix = "" if "policies" not in run_file.tree else f"policies.{name}."
         yield from _model(policy, prefix)

@@ -1,9 +1,8 @@
 """What the core owns of a run file, typed; and `RunFile`, the frozen result that everything else reads.
 
-Dataclasses here are OmegaConf-structured sections: only types that it takes (`StrEnum` with lower-case members instead
-of `Literal`). A plugin's own dataclass types the rest of its section and may not repeat a key that core owns there.
-Cross-field rules live in `__post_init__` and raise `ValueError` naming field and value; rules across sections live in
-`config/rules.py`. Optional numbers are off as `null`.
+A plugin's own dataclass types the rest of its section and may not repeat a key that core owns there. A plugin's rules
+across its fields live in `__post_init__` and raise `ValueError` naming field and value; rules across sections live in
+`config/rules.py`. Choices are `StrEnum`s whose values are their members' names. Optional numbers are off as `null`.
 """
 
 from __future__ import annotations
@@ -22,9 +21,26 @@ def opt(default: Any, help: str, *, unit: str = "", low: float | None = None, hi
     return field(default=default, metadata=metadata)
 
 
-class Journal(StrEnum):
-    full = "full"
-    light = "light"
+Journal = StrEnum("Journal", ["full", "light"])
+EvalEngines = StrEnum("EvalEngines", ["pool", "pinned", "shared"])
+Order = StrEnum("Order", ["slot", "ready"])
+OnStale = StrEnum("OnStale", ["drop", "retry", "mask"])
+OnFailedEpisode = StrEnum("OnFailedEpisode", ["shrink", "drop_group"])
+OffPolicy = StrEnum("OffPolicy", ["corrected", "uncorrected"])
+Decay = StrEnum("Decay", ["constant", "linear", "cosine"])
+RoleUpdate = StrEnum("RoleUpdate", ["trained", "frozen", "copy", "ema", "adapter_off", "shares"])
+Verify = StrEnum("Verify", ["probe", "native", "received", "live"])
+EpisodeSource = StrEnum("EpisodeSource", ["sampled", "demonstrations"])
+Aggregation = StrEnum("Aggregation", ["token_mean", "episode_mean", "episode_sum", "constant"])
+Truncated = StrEnum("Truncated", ["train", "mask", "drop_group"])
+RejectDenominator = StrEnum("RejectDenominator", ["original", "kept"])
+
+
+class OnUpdate(StrEnum):  # spelled out: the publisher is typed by these very words
+    in_place = "in_place"
+    recompute = "recompute"
+    abort = "abort"
+    finish = "finish"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +57,6 @@ class RunConfig:
     threads: int = opt(1, "threads of each process's math libraries", unit="threads", low=1)
 
 
-class EvalEngines(StrEnum):
-    pool = "pool"
-    pinned = "pinned"
-    shared = "shared"
-
-
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     """Section `eval`: evaluation on each environment's own split."""
@@ -55,34 +65,6 @@ class EvalConfig:
     tasks: int = opt(128, "tasks an evaluation, from the start of the eval split", unit="tasks", low=1)
     temperature: float = opt(0.0, "sampling temperature of evaluations; 0 is greedy", low=0)
     engines: EvalEngines = opt(EvalEngines.pool, "which engines evaluate")
-
-
-class Order(StrEnum):
-    slot = "slot"
-    ready = "ready"
-
-
-class OnStale(StrEnum):
-    drop = "drop"
-    retry = "retry"
-    mask = "mask"
-
-
-class OnUpdate(StrEnum):
-    in_place = "in_place"
-    recompute = "recompute"
-    abort = "abort"
-    finish = "finish"
-
-
-class OnFailedEpisode(StrEnum):
-    shrink = "shrink"
-    drop_group = "drop_group"
-
-
-class OffPolicy(StrEnum):
-    corrected = "corrected"
-    uncorrected = "uncorrected"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,12 +89,6 @@ class ScheduleConfig:
     stall_deadline_s: float = opt(1800.0, "the run stops where nothing progresses for so long", unit="s", low=0.001)
 
 
-class Decay(StrEnum):
-    constant = "constant"
-    linear = "linear"
-    cosine = "cosine"
-
-
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """Section `optimizer`: AdamW with a schedule that advances by optimizer updates."""
@@ -126,15 +102,6 @@ class OptimizerConfig:
     decay: Decay = opt(Decay.constant, "shape after the warm-up")
     warmup_updates: int = opt(0, "linear warm-up", unit="updates", low=0)
     min_lr_ratio: float = opt(0.0, "where the decay ends, as a share of lr", low=0, high=1)
-
-
-class RoleUpdate(StrEnum):
-    trained = "trained"
-    frozen = "frozen"
-    copy = "copy"
-    ema = "ema"
-    adapter_off = "adapter_off"
-    shares = "shares"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,13 +155,6 @@ class BackendKeys:
     gpus_per_rank: float = opt(0.0, "GPUs a rank", low=0)
 
 
-class Verify(StrEnum):
-    probe = "probe"
-    native = "native"
-    received = "received"
-    live = "live"
-
-
 @dataclass(frozen=True, kw_only=True)
 class SyncKeys:
     """What core owns of `sync`."""
@@ -210,29 +170,6 @@ class TermKeys:
     """What core owns of every term's section in `algorithm`."""
 
     coef: float = opt(1.0, "coefficient; a term with 0 is not built")
-
-
-class EpisodeSource(StrEnum):
-    sampled = "sampled"
-    demonstrations = "demonstrations"
-
-
-class Aggregation(StrEnum):
-    token_mean = "token_mean"
-    episode_mean = "episode_mean"
-    episode_sum = "episode_sum"
-    constant = "constant"
-
-
-class Truncated(StrEnum):
-    train = "train"
-    mask = "mask"
-    drop_group = "drop_group"
-
-
-class RejectDenominator(StrEnum):
-    original = "original"
-    kept = "kept"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,19 +273,9 @@ class RunFile:
         return tuple(found)
 
 
-#: Section of every key that core owns, to say where a misplaced key belongs.
-SECTION_OF = {
-    name: section
-    for section, cls in {
-        "backend": BackendKeys,
-        "sync": SyncKeys,
-        "rollout": EngineKeys,
-        "model": ModelKeys,
-        "optimizer": OptimizerConfig,
-        "algorithm": AlgorithmKeys,
-        "eval": EvalConfig,
-        "schedule": ScheduleConfig,
-        "run": RunConfig,
-    }.items()
-    for name in vars(cls)["__dataclass_fields__"]
+#: Sections that core types, wholly or in part, by the name under which they stand in a run file.
+SECTIONS: dict[str, type] = {
+    **{"run": RunConfig, "eval": EvalConfig, "model": ModelKeys, "env": EnvKeys, "rollout": EngineKeys},
+    **{"backend": BackendKeys, "optimizer": OptimizerConfig, "sync": SyncKeys, "schedule": ScheduleConfig},
+    **{"algorithm": AlgorithmKeys, "roles": RoleConfig},
 }

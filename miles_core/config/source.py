@@ -116,7 +116,8 @@ def locate(asked: str, base: Path | None, catalogue: Catalogue) -> Found:
 
 def _places(asked: str, base: Path | None) -> list[Path]:
     path = Path(asked).expanduser()
-    return [path.absolute()] if base is None or path.is_absolute() else [path.absolute(), base / path]
+    places = [path.absolute()] if base is None or path.is_absolute() else [path.absolute(), base.absolute() / path]
+    return list(dict.fromkeys(places))
 
 
 def _existing(asked: str, base: Path | None) -> Path | None:

@@ -190,7 +190,7 @@ def test_a_broken_connection_counts_as_dead_and_below_quorum_stops():
         pool, engines, _ = make(1)
         admit(pool, "e0")
         engines["e0"].raises = ConnectionResetError("peer")
-        with pytest.raises(QuorumError, match=r"0 of 1 engines remain, sync.min_engines is 1 \(e0: peer"):
+        with pytest.raises(QuorumError, match=r"0 of 1 engines remain, sync.min_engines is 1 \(e0: ConnectionResetError: peer"):
             await pool.generate(request())
 
     asyncio.run(main())

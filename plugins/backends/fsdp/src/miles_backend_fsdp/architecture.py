@@ -6,11 +6,11 @@ import difflib
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from miles_backend_fsdp.attention import NAME
-from miles_core.errors import ModelSourceError
+from miles_core.errors import ModelSourceError, clause
 
 if TYPE_CHECKING:
     from miles_core.contracts.model import ModelSource
@@ -36,45 +36,79 @@ def config_of(source: ModelSource, *, unverified: bool) -> Any:
             raise ModelSourceError(
                 f"{source.asked!r}: {source.folder} has no config.json", fix="name a Hugging Face folder"
             )
-        config = AutoConfig.from_pretrained(source.folder, local_files_only=True, trust_remote_code=False)
+        try:
+            config = AutoConfig.from_pretrained(source.folder, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # whatever transformers finds wrong with it
+            raise ModelSourceError(
+                f"{source.folder / 'config.json'} is no config that transformers reads: {clause(error)}",
+                fix="repair it, or name another folder",
+            ) from error
         if getattr(config, "quantization_config", None) is not None:
             raise ModelSourceError(
                 f"{source.asked!r} holds quantised weights, which cannot be trained", fix="use the unquantised model"
             )
     else:
-        config = _drawn(dict(source.architecture))
+        config = _drawn(dict(source.architecture), unverified)
     kind = config.model_type
     classes = getattr(config, "architectures", None) or [VERIFIED.get(kind, "")]
     if not unverified and classes[0] != VERIFIED.get(kind):
-        raise ModelSourceError(
-            f"model type {kind!r} ({classes[0] or 'no causal language model named'}) is not verified by causal-lm; "
-            f"verified are {', '.join(sorted(VERIFIED.values()))}",
-            fix="use one of these, or set model.unverified: true and compare its numbers yourself",
-        )
+        raise _unverified(kind, classes[0])
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelSourceError(f"model type {kind!r} has no causal language model in transformers", fix="use another")
+    if not unverified:
+        _refuse_sizes(config)
     return config
 
 
-def _drawn(keys: dict[str, Any]) -> Any:
+def _refuse_sizes(config: Any) -> None:
+    """Sizes that transformers takes and no forward can run with."""
+    heads = config.num_attention_heads
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": config.num_key_value_heads or heads}
+    sizes |= {name: getattr(config, name) for name in ("hidden_size", "vocab_size", "num_hidden_layers")}
+    sizes["head_dim"] = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
+    if min(sizes.values()) < 1 or heads % sizes["num_key_value_heads"] or sizes["head_dim"] % 2:
+        raise ModelSourceError(
+            f"a {config.model_type!r} of these sizes cannot be computed: "
+            + ", ".join(f"{name} {size}" for name, size in sizes.items()),
+            fix="make num_attention_heads a multiple of num_key_value_heads, head_dim even, and every size at least 1",
+        )
+
+
+def _unverified(kind: str, name: str) -> ModelSourceError:
+    return ModelSourceError(
+        f"model type {kind!r} ({name or 'no causal language model named'}) is not verified by causal-lm; "
+        f"verified are {', '.join(sorted(VERIFIED.values()))}",
+        fix="use one of these, or set model.unverified: true and compare its numbers yourself",
+    )
+
+
+def _drawn(keys: dict[str, Any], unverified: bool) -> Any:
     kind = keys.pop("model_type", None)
     if not kind:
         raise ModelSourceError(
             "model.architecture has no model_type", fix=f"set model_type, one of {', '.join(sorted(VERIFIED))}"
         )
+    if kind not in CONFIG_MAPPING:
+        close = difflib.get_close_matches(str(kind), list(CONFIG_MAPPING), n=1)
+        raise ModelSourceError(
+            f"model.architecture.model_type is {kind!r}, which transformers does not know",
+            fix=(f"did you mean {close[0]!r}? " if close else "") + f"verified: {', '.join(sorted(VERIFIED))}",
+        )
+    if kind not in VERIFIED and not unverified:
+        raise _unverified(kind, "")
     try:
         config = AutoConfig.for_model(kind, **keys)
         known = set(type(config)().to_dict()) | set(type(config).attribute_map) | EXTRA_KEYS
-    except (ValueError, TypeError, KeyError) as error:
+    except Exception as error:  # also transformers' own validation errors
         raise ModelSourceError(
-            f"model.architecture cannot be made a {kind!r} config: {error}",
-            fix=f"use keys of its config.json; verified model types are {', '.join(sorted(VERIFIED))}",
+            f"model.architecture cannot be made a {kind!r} config: {clause(error)}",
+            fix="use the keys and types of its config.json",
         ) from error
     for key in sorted(set(keys) - known):
         close = difflib.get_close_matches(key, sorted(known), n=1)
         raise ModelSourceError(
             f"model.architecture has a key {key!r} that {kind!r} does not know",
-            fix=f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(sorted(known))}",
+            fix=f"did you mean {close[0]!r}?" if close else "use the keys of its config.json",
         )
     return config
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from miles_core.errors import ModelSourceError
+from miles_core.errors import ModelSourceError, clause
 
 if TYPE_CHECKING:
     from miles_core.contracts.model import ModelSource
@@ -34,9 +34,9 @@ def load(source: ModelSource, config: LocalConfig) -> tuple[Any, bool]:
         else:
             keys = dict(source.architecture)
             settings = AutoConfig.for_model(str(keys.pop("model_type", "")), **keys)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # whatever transformers finds wrong with it, its validation errors too
         raise ModelSourceError(
-            f"model source {source.asked!r} has no configuration that transformers can read: {error}",
+            f"model source {source.asked!r} has no configuration that transformers can read: {clause(error, 120)}",
             fix="name a folder with a config.json, or an architecture with its model_type",
         ) from error
     verified = settings.model_type in VERIFIED

@@ -18,7 +18,7 @@ baseline unless `excluded_count_in_baseline` is false. `truncated: drop_group` r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -45,6 +45,8 @@ ROLLOUT_COLUMNS = frozenset(
 
 #: Columns that several corrections write: core multiplies the weights and unites the rejections.
 SHARED = ("correction_weight", "rejected")
+#: What a phase may write although an earlier stage did.
+MAY_WRITE_AGAIN = {"distill": ("advantages",), "whiten": ("advantages",), "corrections": SHARED}
 
 Stages = Mapping[str, Sequence[tuple[str, Stage]]]
 
@@ -83,51 +85,20 @@ class Learner:
         self.changed = False
         self._seed = run_seed
         self._keys = policy.algorithm.keys
-        self._stages = [(phase, name, stage) for phase in PHASES for name, stage in stages.get(phase, ())]
+        self._stages = stages
         self._terms = tuple(terms)
+        self._summed = [term for term in terms if not term.dynamic]
         self._trainer = trainer
         self._specs = dict(specs)
         self._max_new_tokens = max_new_tokens
-        _check_stages(policy.name, stages)
-        if not any(not term.dynamic for term in terms):
-            raise CombinationError(
-                f"policy {policy.name!r} has no term: nothing would be trained",
-                fix="give algorithm.loss a plugin and a coefficient other than 0",
-            )
-        if any(str(t.aggregation or self._keys.aggregation) == "constant" for t in terms if not t.dynamic):
+        _check_stages(policy, stages)
+        if not self._summed:
+            fix = "give algorithm.loss a plugin and a coefficient other than 0"
+            raise _refused(policy, "has no term: nothing would be trained", fix)
+        if any(str(term.aggregation or self._keys.aggregation) == "constant" for term in self._summed):
             aggregation.constant_length(self._keys, max_new_tokens)
-        self.outputs = self._passes()
-
-    def _passes(self) -> tuple[Output, ...]:
-        """The outputs that are scored before the stages, in a fixed order."""
-        have = set(ROLLOUT_COLUMNS) | {name for name in self._specs if name not in CORE_COLUMNS}
-        written = {spec.name for _, _, stage in self._stages for spec in stage.gives}
-        have -= written
-        passes: dict[str, Output] = {}
-        later = set(written)
-
-        def need(part: str, name: str, given: set[str]) -> None:
-            if name in have or name in given:
-                return
-            if name in later:
-                raise CombinationError(
-                    f"policy {self.policy.name!r}: {part} needs column {name!r}, which is written only after it",
-                    fix="choose parts whose phases fit: " + " -> ".join(PHASES),
-                )
-            passes[name] = _output(name, part, self.policy)
-
-        given: set[str] = set()
-        for phase, name, stage in self._stages:
-            for column in sorted(stage.needs):
-                need(f"the stage {name!r} ({phase})", column, given)
-            given |= {spec.name for spec in stage.gives}
-        for term in self._terms:
-            for column in sorted(term.needs):
-                need(f"the term {term.name!r}", column, given)
-        # One update a step needs no pass of its own: there ρ = exp(π − sg π), and π_p is what the update computes.
-        if self.policy.schedule.updates_per_step > 1 and any(term.weighted for term in self._terms):
-            passes.setdefault("proximal_logprobs", Output(name="logprobs"))
-        return tuple(passes[name] for name in sorted(passes))
+        self._passes = _passes(policy, stages, terms, specs)
+        self.outputs = tuple(self._passes.values())
 
     async def step(self, step: int, groups: Sequence[Group]) -> dict[str, Metric]:
         """Consume one step's groups. Metrics are (numerator, denominator): `train/…`, and under `rollout/…`
@@ -145,7 +116,7 @@ class Learner:
         batch = collate(self.policy.name, step, groups, self._specs)
         if batch.n_trajectories:
             batch = self._exclude(batch, groups)
-            batch = await self._score(batch, self.outputs)
+            batch = await self._score(batch)
             metrics |= {f"train/{name}": value for name, value in measures.batch_mismatch(batch).items()}
             batch = self._run_stages(batch, metrics)
             metrics |= await self._update(batch)
@@ -171,55 +142,50 @@ class Learner:
             (),
         )
 
-    async def _score(self, batch: Batch, outputs: tuple[Output, ...]) -> Batch:
-        scored = dict(await self._trainer.score(batch, outputs)) if outputs else {}
+    async def _score(self, batch: Batch) -> Batch:
+        scored = await self._trainer.score(batch, self.outputs) if self.outputs else {}
         columns: dict[str, Array] = {}
-        for output in outputs:
-            source, name = _names(output)
-            if source not in scored and name not in scored:
+        specs = []
+        for column, output in self._passes.items():
+            name = _scored_name(output)
+            if name not in scored:
                 raise LearnerError(
-                    f"the backend scored {sorted(scored)}, not {source!r}", fix="return every output that was asked for"
+                    f"the backend scored {sorted(scored)}, not {name!r}", fix="return every output that was asked for"
                 )
-            columns[name] = np.asarray(scored.get(source, scored.get(name)))
-        specs = [CORE_COLUMNS.get(name) or _scored_spec(name) for name in columns]
-        batch = batch.with_columns(columns, specs)
-        for name in columns:
-            _require_finite(batch, name, "the score pass")
-        return batch
+            columns[column] = scored[name]
+            help = "scored at the start of the step"
+            own = ColumnSpec(name=column, level=Level.UNIT, dtype="float32", help=help)
+            specs.append(CORE_COLUMNS.get(column, own))
+        return _with_finite(batch, columns, specs, "the score pass")
 
     def _run_stages(self, batch: Batch, metrics: dict[str, Metric]) -> Batch:
-        total = batch.columns["reward"].copy()
-        penalties = [part for part in self._stages if part[0] == "penalties"]
-        for _, name, stage in penalties:
+        reward = batch.columns["reward"]
+        penalties = self._stages.get("penalties", ())
+        for name, stage in penalties:
             batch, columns = self._run("penalties", name, stage, batch, metrics)
             for column, value in columns.items():
-                total = total + value
+                reward = reward + value
                 metrics[f"rollout/{column}"] = (float(value.sum()), float(len(value)))
-        batch = batch.with_columns({"reward": total}, ())
         if penalties:
-            counted = total[np.isfinite(total)]
+            counted = reward[np.isfinite(reward)]
             metrics["rollout/reward_penalised"] = (float(counted.sum()), float(len(counted)))
-        weight: Array | None = None
-        rejected: Array | None = None
-        for phase, name, stage in self._stages:
-            if phase in ("reward_kl", "advantage", "distill", "whiten"):
+            batch = batch.with_columns({"reward": reward}, ())
+        for phase in PHASES[1:-1]:
+            for name, stage in self._stages.get(phase, ()):
                 batch, _ = self._run(phase, name, stage, batch, metrics)
-        for phase, name, stage in self._stages:
-            if phase == "corrections":
-                # Weights multiply, rejections add up; every correction sees the mask before rejection.
-                batch, columns = self._run(phase, name, stage, batch, metrics)
-                if "correction_weight" in columns:
-                    given = columns["correction_weight"].astype(np.float64)
-                    weight = given if weight is None else weight * given
-                if "rejected" in columns:
-                    rejected = columns["rejected"].astype(bool) | (False if rejected is None else rejected)
+        shared: dict[str, list[Array]] = {column: [] for column in SHARED}
+        for name, stage in self._stages.get("corrections", ()):
+            # Weights multiply, rejections add up; every correction sees the mask before rejection.
+            batch, columns = self._run("corrections", name, stage, batch, metrics)
+            for column in columns.keys() & shared.keys():
+                shared[column].append(columns[column])
         trainable = batch.columns["trainable"]
-        if weight is not None:
-            columns = {"correction_weight": np.where(trainable, weight, 0.0)}
-            batch = batch.with_columns(columns, (CORE_COLUMNS["correction_weight"],))
-            _require_finite(batch, "correction_weight", "the corrections")
-        if rejected is not None:
-            batch = batch.with_columns({"rejected": rejected}, (CORE_COLUMNS["rejected"],))
+        if weights := shared["correction_weight"]:
+            weight = np.where(trainable, np.prod(weights, axis=0, dtype=np.float64), 0.0)
+            batch = _with_finite(batch, {"correction_weight": weight}, (), "the corrections")
+        if shared["rejected"]:
+            rejected = np.any(shared["rejected"], axis=0)
+            batch = batch.with_columns({"rejected": rejected}, ())
             metrics["train/rejected"] = (float((trainable & rejected).sum()), float(trainable.sum()))
         return batch
 
@@ -246,38 +212,35 @@ class Learner:
         if "advantages" in columns:
             columns["advantages"] = np.where(batch.columns["trainable"], columns["advantages"], 0.0)
         own = {k: v for k, v in columns.items() if phase != "corrections" or k not in SHARED}
-        batch = batch.with_columns(own, stage.gives)
-        for column in own:
-            _require_finite(batch, column, f"the stage {name!r}")
+        batch = _with_finite(batch, own, stage.gives, f"the stage {name!r}")
         metrics |= {f"train/{name}/{key}": value for key, value in result.metrics.items()}
         return batch, columns
 
     async def _update(self, batch: Batch) -> dict[str, Metric]:
         metrics: dict[str, Metric] = {}
-        updates, skipped, norms = 0, 0, 0.0
-        for minibatch in aggregation.cut(batch, self.policy.schedule.updates_per_step):
-            updates += 1
+        norms: list[float] = []
+        skipped = 0
+        for update, minibatch in enumerate(aggregation.cut(batch, self.policy.schedule.updates_per_step)):
             ready = aggregation.with_weights(minibatch, self._terms, self._keys, max_new_tokens=self._max_new_tokens)
-            summed = [term.name for term in self._terms if not term.dynamic]
-            if not any(ready.columns[f"weight.{name}"].any() for name in summed):
+            if not any(ready.columns[f"weight.{term.name}"].any() for term in self._summed):
                 skipped += 1  # a zero denominator: loss 0 and no optimizer step
                 continue
             result = await self._trainer.update(ready)
+            measures.add(metrics, result.metrics)
             if result.skipped:
                 skipped += 1
             elif not np.isfinite(result.grad_norm):
                 raise LearnerError(
-                    f"step {batch.step}, update {updates - 1}: the gradient norm is {result.grad_norm}",
+                    f"step {batch.step}, update {update}: the gradient norm is {result.grad_norm}",
                     fix="resume from the last checkpoint with a lower learning rate, or set optimizer.max_grad_norm",
                 )
             else:
-                norms += float(result.grad_norm)
-            measures.add(metrics, result.metrics)
-        self.changed = updates > skipped
+                norms.append(float(result.grad_norm))
+        self.changed = bool(norms)
         found = {f"train/{name}": value for name, value in metrics.items()}
         found["train/skipped_updates"] = (float(skipped), 1.0)
-        if self.changed:
-            found["train/grad_norm"] = (norms, float(updates - skipped))
+        if norms:
+            found["train/grad_norm"] = (sum(norms), float(len(norms)))
         return found
 
 
@@ -286,90 +249,121 @@ def _truncated(episode: Episode) -> bool:
     return episode.status == Status.TRUNCATED or any(t.finish == Finish.LENGTH for t in episode.trajectories)
 
 
-def _check_stages(policy: str, stages: Stages) -> None:
+def _refused(policy: Policy, what: str, fix: str) -> CombinationError:
+    return CombinationError(f"policy {policy.name!r}: {what}", fix=fix)
+
+
+def _check_stages(policy: Policy, stages: Stages) -> None:
     unknown = sorted(set(stages) - set(PHASES))
     if unknown:
-        raise CombinationError(
-            f"policy {policy!r}: {unknown[0]!r} holds no stages", fix="choose from " + ", ".join(PHASES)
-        )
-    writer: dict[str, tuple[str, str]] = {}
+        raise _refused(policy, f"{unknown[0]!r} holds no stages", "choose from " + ", ".join(PHASES))
+    writer: dict[str, str] = {}
     for phase in PHASES:
         for name, stage in stages.get(phase, ()):
             for spec in stage.gives:
-                _check_writer(policy, phase, name, spec, writer.get(spec.name))
-                writer[spec.name] = (phase, name)
+                where = f"the stage {name!r} ({phase}) writes"
+                if phase == "penalties" and (not spec.name.startswith("reward.") or spec.level != Level.EPISODE):
+                    raise _refused(
+                        policy,
+                        f"{where} {spec.name!r} per {spec.level}; a penalty writes reward.<name> per episode",
+                        "write reward.<name>, or choose the plugin for another field",
+                    )
+                if spec.name in writer and spec.name not in MAY_WRITE_AGAIN.get(phase, ()):
+                    raise _refused(
+                        policy,
+                        f"{where} column {spec.name!r}, which {writer[spec.name]} writes too",
+                        "remove one of them, or give them columns of their own",
+                    )
+                writer[spec.name] = f"{name!r} ({phase})"
     given = {spec.name for _, stage in stages.get("reward_kl", ()) for spec in stage.gives}
-    readers = [name for name, stage in stages.get("advantage", ()) if stage.needs & given]
-    if given and not readers:
-        chosen = [name for name, _ in stages.get("advantage", ())]
-        raise CombinationError(
-            f"policy {policy!r}: reward_kl is set, and the advantage {chosen} does not use it",
-            fix="choose an advantage that does (centred, returns, gae), or use algorithm.kl, a loss",
+    advantages = stages.get("advantage", ())
+    if given and not any(stage.needs & given for _, stage in advantages):
+        raise _refused(
+            policy,
+            f"reward_kl is set, and the advantage {[name for name, _ in advantages]} does not use it",
+            "choose an advantage that does (centred, returns, gae), or use algorithm.kl, a loss",
         )
 
 
-def _check_writer(policy: str, phase: str, name: str, spec: ColumnSpec, earlier: tuple[str, str] | None) -> None:
-    where = f"policy {policy!r}: the stage {name!r} ({phase})"
-    if phase == "penalties" and (not spec.name.startswith("reward.") or spec.level != Level.EPISODE):
-        raise CombinationError(
-            f"{where} writes {spec.name!r} per {spec.level}; a penalty writes reward.<name> per episode",
-            fix="write reward.<name>, or choose the plugin for another field",
-        )
-    if phase == "corrections" and spec.name in SHARED:
-        return
-    if earlier is None or (spec.name == "advantages" and phase in ("distill", "whiten")):
-        return
-    raise CombinationError(
-        f"{where} writes column {spec.name!r}, which {earlier[1]!r} ({earlier[0]}) writes too",
-        fix="remove one of them, or give them columns of their own",
-    )
+def _passes(
+    policy: Policy, stages: Stages, terms: Sequence[TermInfo], specs: Mapping[str, ColumnSpec]
+) -> dict[str, Output]:
+    """What is scored before the stages, by the column that it becomes: all that parts need and nothing else gives."""
+    parts = [(f"the stage {n!r} ({phase})", stage) for phase in PHASES for n, stage in stages.get(phase, ())]
+    written = {spec.name for _, stage in parts for spec in stage.gives}
+    have = (ROLLOUT_COLUMNS | (set(specs) - set(CORE_COLUMNS))) - written
+    passes: dict[str, Output] = {}
+
+    def need(part: str, columns: frozenset[str]) -> None:
+        for column in sorted(columns - have):
+            if column in written:
+                raise _refused(
+                    policy,
+                    f"{part} needs column {column!r}, which is written only after it",
+                    "choose parts whose phases fit: " + " -> ".join(PHASES),
+                )
+            passes[column] = _output(column, part, policy)
+
+    for part, stage in parts:
+        need(part, stage.needs)
+        have |= {spec.name for spec in stage.gives}
+    for term in terms:
+        need(f"the term {term.name!r}", term.needs)
+        for output in term.outputs:
+            _check_role(policy, f"the term {term.name!r}", output.role)
+    # One update a step needs no pass of its own: there ρ = exp(π − sg π), and π_p is what the update computes.
+    if policy.schedule.updates_per_step > 1 and any(term.weighted for term in terms):
+        passes.setdefault("proximal_logprobs", Output(name="logprobs"))
+    return dict(sorted(passes.items()))
 
 
-def _output(name: str, part: str, policy: Policy) -> Output:
+def _output(column: str, part: str, policy: Policy) -> Output:
     """The model output behind a needed column. Raises `CombinationError` where nothing can give it."""
-    if name == "proximal_logprobs":
+    if column == "proximal_logprobs":
         return Output(name="logprobs")
-    if name == "values":
+    if column == "values":
         return Output(name="values", role="critic" if "critic" in policy.roles else "actor")
-    role, dot, output = name.partition(".")
-    if dot and role in policy.roles:
+    role, dot, output = column.partition(".")
+    if dot and (role in policy.roles or output in ("logprobs", "values", "topk_ids", "topk_logprobs")):
+        _check_role(policy, part, role)
         return Output(name=output, role=role)
-    if dot and output in ("logprobs", "values", "topk_ids", "topk_logprobs"):
-        raise CombinationError(
-            f"policy {policy.name!r}: {part} needs the role {role!r}; the run file has {sorted(policy.roles)}",
-            fix=f"add `roles: {{{role}: {{init: actor, update: frozen}}}}`, or set the part's coefficient to 0",
+    raise _refused(
+        policy,
+        f"{part} needs column {column!r}, and nothing writes it",
+        "add a part or extension that gives it (an advantage stage gives `advantages`)",
+    )
+
+
+def _check_role(policy: Policy, part: str, role: str) -> None:
+    if role not in policy.roles:
+        raise _refused(
+            policy,
+            f"{part} needs the role {role!r}; the run file has {sorted(policy.roles)}",
+            f"add `roles: {{{role}: {{init: actor, update: frozen}}}}`, or set the part's coefficient to 0",
         )
-    raise CombinationError(
-        f"policy {policy.name!r}: {part} needs column {name!r}, and nothing writes it",
-        fix="add a part or extension that gives it (an advantage stage gives `advantages`)",
-    )
 
 
-def _names(output: Output) -> tuple[str, str]:
-    """The name under which a backend returns an output, and the column that it becomes."""
-    if output.role == "actor":
-        column = {"logprobs": "proximal_logprobs"}.get(output.name, output.name)
-        return column, column
-    column = f"{output.role}.{output.name}"
-    return column, "values" if column == "critic.values" else column
+def _scored_name(output: Output) -> str:
+    """The name under which a backend returns an output (`contracts.backend.Backend.score`)."""
+    if output.role != "actor":
+        return f"{output.role}.{output.name}"
+    return "proximal_logprobs" if output.name == "logprobs" else output.name
 
 
-def _scored_spec(name: str) -> ColumnSpec:
-    return ColumnSpec(name=name, level=Level.UNIT, dtype="float32", help="scored at the start of the step")
-
-
-def _require_finite(batch: Batch, name: str, by: str) -> None:
-    """Raise where unit column `name` is not finite at a trainable unit."""
-    spec, value = batch.specs[name], batch.columns[name]
-    if spec.level != Level.UNIT or value.dtype.kind != "f":
-        return
-    bad = ~np.isfinite(value).reshape(batch.units, -1).all(axis=1) & batch.columns["trainable"]
-    if not bad.any():
-        return
-    unit = int(np.flatnonzero(bad)[0])
-    row = int(batch.trajectory_of_unit[unit])
-    raise LearnerError(
-        f"step {batch.step}: {name!r} from {by} is {value[unit]} at token {unit - int(batch.offsets[row])} "
-        f"of trajectory {batch.trajectory_ids[row]!r}",
-        fix="look at that trajectory (`miles show`); an episode without a reward must not be trainable",
-    )
+def _with_finite(batch: Batch, columns: Mapping[str, Array], specs: Iterable[ColumnSpec], by: str) -> Batch:
+    """The batch with these columns. Raises where a unit column of floats is not finite at a trainable unit."""
+    batch = batch.with_columns(columns, specs)
+    for name in columns:
+        value = batch.columns[name]
+        if batch.specs[name].level != Level.UNIT or value.dtype.kind != "f":
+            continue
+        bad = ~np.isfinite(value).reshape(batch.units, -1).all(axis=1) & batch.columns["trainable"]
+        if bad.any():
+            unit = int(np.flatnonzero(bad)[0])
+            row = int(batch.trajectory_of_unit[unit])
+            raise LearnerError(
+                f"step {batch.step}: {name!r} from {by} is {value[unit]} at token {unit - int(batch.offsets[row])} "
+                f"of trajectory {batch.trajectory_ids[row]!r}",
+                fix="look at that trajectory (`miles show`); an episode without a reward must not be trainable",
+            )
+    return batch

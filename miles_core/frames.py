@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,8 @@ from miles_core.records import (
 Header = dict[str, Any]
 #: A block's row count for values that are no arrays along the trajectory: 0-d arrays, and scalars.
 _ZERO_D, _SCALAR = -1, -2
+#: An episode is a row of its own fields, in their order, and the number of its trajectories.
+_EPISODE = tuple(f.name for f in fields(Episode) if f.name != "trajectories")
 
 
 def encode_group(group: Group, *, omit: frozenset[str] = frozenset()) -> tuple[Header, list[bytes]]:
@@ -47,21 +49,12 @@ def encode_group(group: Group, *, omit: frozenset[str] = frozenset()) -> tuple[H
     table: dict[tuple[str, Any, tuple[int, ...]], tuple[list[int], list[int], list[Any]]] = {}
     refs: list[Any] = []
     omitted: list[Any] = []
-    for episode in group.episodes:
-        episodes.append(
-            [
-                episode.id,
-                episode.member,
-                None if episode.reward is None else _number(episode.reward),
-                {k: _number(v) for k, v in episode.components.items()} if episode.components else {},
-                dict(episode.info),
-                episode.status,
-                episode.error,
-                episode.preference,
-                len(episode.trajectories),
-            ]
-        )
-        for t in episode.trajectories:
+    for e in group.episodes:
+        reward = None if e.reward is None else _number(e.reward)
+        components = {k: _number(v) for k, v in e.components.items()} if e.components else {}
+        told = [dict(e.info), e.status, e.error, e.preference]
+        episodes.append([e.id, e.member, reward, components, *told, len(e.trajectories)])
+        for t in e.trajectories:
             spans = [[s.start, s.end, versions.setdefault(s.version, len(versions))] for s in t.spans]
             rows.append(
                 [t.id, t.length, t.finish, samplings.setdefault(t.sampling, len(samplings)), t.engine, t.axis, spans]
@@ -70,22 +63,17 @@ def encode_group(group: Group, *, omit: frozenset[str] = frozenset()) -> tuple[H
             for name, value in t.columns.items():
                 if name in omit:
                     omitted.append([index, name])
-                elif isinstance(value, np.ndarray):
-                    shape = value.shape
-                    entry = table.get((name, value.dtype, shape[1:]))
-                    if entry is None:
-                        entry = table[(name, value.dtype, shape[1:])] = ([], [], [])
-                    entry[0].append(index)
-                    entry[1].append(shape[0] if shape else _ZERO_D)
-                    entry[2].append(value)
                 elif isinstance(value, Ref):
                     refs.append([index, name, value.key, value.nbytes, value.digest, value.durable])
                 else:  # a scalar comes back as a NumPy scalar
-                    scalar = np.asarray(value)
-                    entry = table.setdefault((name, scalar.dtype, ()), ([], [], []))
+                    array = value if isinstance(value, np.ndarray) else np.asarray(value)
+                    shape = array.shape
+                    entry = table.get((name, array.dtype, shape[1:]))
+                    if entry is None:
+                        entry = table[(name, array.dtype, shape[1:])] = ([], [], [])
                     entry[0].append(index)
-                    entry[1].append(_SCALAR)
-                    entry[2].append(scalar)
+                    entry[1].append(shape[0] if shape else _ZERO_D if array is value else _SCALAR)
+                    entry[2].append(array)
     blocks: list[Any] = []
     chunks: list[bytes] = []
     for (name, dtype, inner), (owners, counts, arrays) in table.items():
@@ -94,20 +82,13 @@ def encode_group(group: Group, *, omit: frozenset[str] = frozenset()) -> tuple[H
                 f"column {name!r} of {rows[owners[0]][0]!r} has dtype {dtype}, which is not plain data",
                 fix="store numbers or booleans in columns",
             )
-        nbytes = 0
-        for array in arrays:
-            chunks.append(array.tobytes())
-            nbytes += array.nbytes
+        data = [array.tobytes() for array in arrays]
+        chunks += data
         everyone = len(owners) == len(rows) and owners == list(range(len(rows)))
-        blocks.append([name, dtype.str, list(inner), None if everyone else owners, counts, nbytes])
+        blocks.append([name, dtype.str, list(inner), None if everyone else owners, counts, sum(map(len, data))])
+    head = {name: getattr(group, name) for name in ("id", "policy", "slot", "attempt")}
     header = {
-        "group": {
-            "id": group.id,
-            "policy": group.policy,
-            "slot": group.slot,
-            "attempt": group.attempt,
-            "task": _task_out(group.task),
-        },
+        "group": {**head, "task": _task_out(group.task)},
         "episodes": episodes,
         "trajectories": rows,
         "versions": [[v.policy, v.lineage, v.number] for v in versions],
@@ -120,11 +101,6 @@ def encode_group(group: Group, *, omit: frozenset[str] = frozenset()) -> tuple[H
 def restorable(header: Mapping[str, Any]) -> bool:
     """Whether all of the group is in the frame, or in references that outlive the process."""
     return not header.get("omitted") and all(ref[5] for ref in header.get("refs", ()))
-
-
-def newest_version(header: Mapping[str, Any]) -> int | None:
-    """The highest version number that sampled any token of the group."""
-    return max((v[2] for v in header["versions"]), default=None)
 
 
 def decode_group(header: Mapping[str, Any], body: memoryview | bytes) -> Group:
@@ -165,30 +141,15 @@ def decode_group(header: Mapping[str, Any], body: memoryview | bytes) -> Group:
     ]
     episodes: list[Episode] = []
     at = 0
-    for id_, member, reward, components, info, status, error, preference, count in header["episodes"]:
-        episodes.append(
-            Episode(
-                id=id_,
-                member=member,
-                trajectories=tuple(trajectories[at : at + count]),
-                reward=None if reward is None else float(reward),
-                components={k: float(v) for k, v in components.items()},
-                info=info,
-                status=Status(status),
-                error=error,
-                preference=preference,
-            )
-        )
+    for *row, count in header["episodes"]:
+        found = dict(zip(_EPISODE, row, strict=True))
+        found["reward"] = None if found["reward"] is None else float(found["reward"])
+        found["components"] = {k: float(v) for k, v in found["components"].items()}
+        found["status"] = Status(found["status"])
+        episodes.append(Episode(**found, trajectories=tuple(trajectories[at : at + count])))
         at += count
     head = header["group"]
-    return Group(
-        id=head["id"],
-        policy=head["policy"],
-        slot=head["slot"],
-        attempt=head["attempt"],
-        task=_task_in(head["task"]),
-        episodes=tuple(episodes),
-    )
+    return Group(**{**head, "task": _task_in(head["task"])}, episodes=tuple(episodes))
 
 
 def _number(value: float) -> float | str:
@@ -206,21 +167,12 @@ def _prompt_in(data: str | Sequence[Sequence[str]]) -> Prompt:
 
 
 def _task_out(task: Task) -> Header:
-    out: Header = {"id": task.id, "prompt": _prompt_out(task.prompt)}
-    if task.answer is not None:
-        out["answer"] = task.answer
-    if task.demonstrations:
-        out["demonstrations"] = [_prompt_out(d) for d in task.demonstrations]
-    if task.metadata:
-        out["metadata"] = dict(task.metadata)
-    return out
+    """What a task does not have is left out."""
+    shown = [_prompt_out(d) for d in task.demonstrations]
+    out = {"id": task.id, "prompt": _prompt_out(task.prompt), "answer": task.answer, "demonstrations": shown}
+    return {k: v for k, v in {**out, "metadata": dict(task.metadata)}.items() if v not in (None, [], {})}
 
 
 def _task_in(data: Mapping[str, Any]) -> Task:
-    return Task(
-        id=data["id"],
-        prompt=_prompt_in(data["prompt"]),
-        answer=data.get("answer"),
-        demonstrations=tuple(_prompt_in(d) for d in data.get("demonstrations", ())),
-        metadata=data.get("metadata", {}),
-    )
+    shown = tuple(_prompt_in(d) for d in data.get("demonstrations", ()))
+    return Task(**{**data, "prompt": _prompt_in(data["prompt"]), "demonstrations": shown})

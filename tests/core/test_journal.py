@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from miles_core.errors import JournalError, RecordError
-from miles_core.frames import decode_group, encode_group, newest_version, restorable
+from miles_core.frames import decode_group, encode_group, restorable
 from miles_core.journal import Journal, read, read_one, segments_of
 from miles_core.records import (
     Episode,
@@ -155,11 +155,6 @@ def test_omitted_columns_are_named():
     header, blocks = encode_group(group(trajectory(big=np.zeros(9))), omit=frozenset({"big"}))
     assert header["omitted"] == [[0, "big"]] and not restorable(header)
     assert "big" not in decode_group(header, b"".join(blocks)).episodes[0].trajectories[0].columns
-
-
-def test_newest_version():
-    assert newest_version(encode_group(group(trajectory()))[0]) == 4
-    assert newest_version(encode_group(group())[0]) is None
 
 
 @pytest.mark.parametrize("array", [np.array([object()]), np.zeros(2, [("a", "i4")])])

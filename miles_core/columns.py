@@ -7,10 +7,11 @@ token that it describes: `behaviour_logprobs[t]` is log p(token t | tokens < t).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -311,8 +312,8 @@ def validate(trajectory: Trajectory, specs: Mapping[str, ColumnSpec]) -> None:
     def wrong(what: str, fix: str) -> RecordError:
         return RecordError(f"trajectory {trajectory.id!r}: {what}", fix=fix)
 
-    n = trajectory.length
-    for name, value in trajectory.columns.items():
+    n, columns = trajectory.length, trajectory.columns
+    for name, value in columns.items():
         spec = specs.get(name)
         if spec is None:
             raise wrong(f"column {name!r} was never declared", "declare it with a ColumnSpec")
@@ -321,33 +322,42 @@ def validate(trajectory: Trajectory, specs: Mapping[str, ColumnSpec]) -> None:
     if trajectory.axis != "token":
         return
     for name in ALWAYS:
-        if name not in trajectory.columns:
+        if name not in columns:
             raise wrong(f"column {name!r} is missing", "give it in every trajectory on the token axis")
-    origin = np.asarray(trajectory.columns["origin"])
-    trainable = np.asarray(trajectory.columns["trainable"])
-    sampled = origin == Origin.SAMPLED
-    if bool((trainable & ~(sampled | (origin == Origin.DEMONSTRATION))).any()):
+    sampled = np.asarray(columns["origin"]) == Origin.SAMPLED
+    stray = np.asarray(columns["trainable"]) & ~sampled
+    if np.count_nonzero(stray) and bool((stray & (np.asarray(columns["origin"]) != Origin.DEMONSTRATION)).any()):
         raise wrong("a trainable token is neither sampled nor a demonstration", "mask it")
-    covered = np.zeros(n, bool)
-    for span in trajectory.spans:
-        if not 0 <= span.start < span.end <= n or bool(covered[span.start : span.end].any()):
-            raise wrong(f"span {span.start}:{span.end} is empty, outside, or overlaps another", "fix the spans")
-        covered[span.start : span.end] = True
-    if not np.array_equal(covered, sampled):
-        raise wrong(
-            f"spans cover {int(covered.sum())} tokens, {int(sampled.sum())} were sampled",
-            "cover exactly what was sampled",
-        )
-    if sampled.any():
-        logprobs = trajectory.columns.get("behaviour_logprobs")
+    count = _count_sampled(trajectory, sampled, wrong)
+    if count:
+        logprobs = columns.get("behaviour_logprobs")
         if logprobs is None:
             raise wrong("sampled tokens without behaviour_logprobs", "return the engine's log-probabilities")
         values = np.asarray(logprobs)[sampled]
-        if not np.isfinite(values).all() or bool((values > 1e-4).any()):
+        if np.count_nonzero((values <= 1e-4) & (values > -np.inf)) != count:  # false for NaN too
             raise wrong("a behaviour log-probability is not finite or above 0", "return log-probabilities")
-    counts = trajectory.columns.get("keep_counts")
+    counts = columns.get("keep_counts")
     if counts is not None:
-        ids = trajectory.columns.get("keep_ids")
+        ids = columns.get("keep_ids")
         total = int(np.asarray(counts).sum())
         if ids is None or (not isinstance(ids, Ref) and len(ids) != total):
             raise wrong(f"keep_counts sum to {total}, keep_ids differ", "give keep_ids flat, by keep_counts")
+
+
+_START = attrgetter("start")
+
+
+def _count_sampled(trajectory: Trajectory, sampled: Array, wrong: Callable[[str, str], RecordError]) -> int:
+    """How many tokens were sampled; spans must cover exactly those, each once."""
+    covered = inside = end = 0
+    spans = trajectory.spans
+    for span in spans if len(spans) < 2 else sorted(spans, key=_START):
+        if not end <= span.start < span.end <= trajectory.length:
+            raise wrong(f"span {span.start}:{span.end} is empty, outside, or overlaps another", "fix the spans")
+        end = span.end
+        covered += end - span.start
+        inside += int(np.count_nonzero(sampled[span.start : end]))
+    count = int(np.count_nonzero(sampled))
+    if not covered == inside == count:
+        raise wrong(f"spans cover {covered} tokens, {count} were sampled", "cover exactly what was sampled")
+    return count

@@ -70,6 +70,8 @@ class Pool:
         self._aborted: set[str] = set()
         self._lost: set[str] = set()  # requests whose member was quarantined under them
         self._expired: set[str] = set()  # requests whose engine outlived their deadline
+        self._due: dict[str, tuple[float, asyncio.Task[Any]]] = {}  # request id -> when it is late, and who waits
+        self._alarm: asyncio.TimerHandle | None = None  # for the earliest of them
         self._live: dict[str, str] = {}  # request id -> member, or "" while it waits for one
         self._changed = asyncio.Event()
         self._on_event = on_event or (lambda kind, fields: None)
@@ -203,8 +205,10 @@ class Pool:
         parts: list[Completion] = []
         failures: list[str] = []
         self._live[request.id] = ""
-        # Engines keep deadlines themselves; this is for one that hangs. (`asyncio.timeout` costs three times as much.)
-        timer = loop.call_at(deadline + GRACE_S, self._expire, request.id, task)
+        # Engines keep deadlines themselves; this is for one that hangs.
+        self._due[request.id] = (deadline + GRACE_S, task)
+        if self._alarm is None or deadline + GRACE_S < self._alarm.when():
+            self._set_alarm(loop, deadline + GRACE_S)
         try:
             while True:
                 name = self._pick(request)
@@ -216,10 +220,11 @@ class Pool:
                 done = await self._once(name, _rest(request, parts, deadline - loop.time()), failures)
                 if done is not None:
                     parts.append(self._named(done))
-                    sampled = sum(_count(part) for part in parts)
                     ended = done.finish != Finish.ABORT or request.id in self._aborted
-                    if ended or sampled >= request.sampling.max_new_tokens:
-                        return parts[0] if len(parts) == 1 and ended else _joined(request, parts)
+                    if ended and len(parts) == 1:
+                        return parts[0]
+                    if ended or sum(_count(part) for part in parts) >= request.sampling.max_new_tokens:
+                        return _joined(request, parts)
                     if not _count(done) and not self._members[name].held:
                         failures.append(f"{name}: ended the request without a token and without being asked")
                 if len(failures) >= self.attempts:
@@ -233,14 +238,31 @@ class Pool:
             task.uncancel()
             raise self._late(request, failures) from None
         finally:
-            timer.cancel()
-            del self._live[request.id]
+            del self._live[request.id], self._due[request.id]
+            if not self._due and self._alarm is not None:
+                self._alarm.cancel()
+                self._alarm = None
             self._aborted.discard(request.id)
             self._expired.discard(request.id)
 
-    def _expire(self, request_id: str, task: asyncio.Task[Any]) -> None:
-        self._expired.add(request_id)
-        task.cancel()
+    def _set_alarm(self, loop: asyncio.AbstractEventLoop, when: float) -> None:
+        """One timer for all requests, at the earliest time that any of them is due."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm = loop.call_at(when, self._expire, loop)
+
+    def _expire(self, loop: asyncio.AbstractEventLoop) -> None:
+        assert self._alarm is not None
+        now, later = self._alarm.when(), []
+        self._alarm = None
+        for request_id, (when, task) in self._due.items():
+            if when > now:
+                later.append(when)
+            elif request_id not in self._expired:
+                self._expired.add(request_id)
+                task.cancel()
+        if later:
+            self._set_alarm(loop, min(later))
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """End these requests (all where `None`): their `generate` returns what was sampled, with finish `abort`."""
@@ -255,17 +277,17 @@ class Pool:
 
     def _pick(self, request: Request) -> str | None:
         """The session's member, else the least loaded one among those with the newest version; `None`: wait."""
-        open_members: dict[str, Version] = {}
+        newest: Version | None = None
+        names: list[str] = []
         for name, member in self._members.items():
             if not member.why and not member.held:
                 version = self.gate.version(name, request.policy)
-                if version is not None:
-                    open_members[name] = version
-        if not open_members:
+                if version is not None and (newest is None or version >= newest):
+                    names = [*names, name] if version == newest else [name]
+                    newest = version
+        if not names:
             self.check_quorum()
             return None
-        newest = max(open_members.values())
-        names = [name for name, version in open_members.items() if version == newest]
         if request.session is None:
             return min(names, key=lambda name: len(self._members[name].running))
         sticky = self._sticky.get(request.session)
@@ -322,7 +344,10 @@ class Pool:
             self._live[request.id] = ""
 
     def _named(self, completion: Completion) -> Completion:
-        if not any(self.gate.named(span.version) is not span.version for span in completion.spans):
+        for span in completion.spans:
+            if self.gate.named(span.version) is not span.version:
+                break
+        else:
             return completion
         spans = tuple(replace(span, version=self.gate.named(span.version)) for span in completion.spans)
         return replace(completion, spans=spans)

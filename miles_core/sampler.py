@@ -9,6 +9,7 @@ never lost and never trained; what an engine or the data did wrong stops the run
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,15 +35,15 @@ from miles_core.records import (
     group_id,
     trajectory_id,
 )
-from miles_core.seeds import derive, generator
-from miles_core.session import STANDARD_COLUMNS, EpisodeFailedError, Session
+from miles_core.seeds import family, generator
+from miles_core.session import STANDARD_COLUMNS, EpisodeFailedError, Generate, Session
 
 if TYPE_CHECKING:
     from miles_core.contracts.environment import Environment, Scorer
     from miles_core.contracts.launcher import Workers
     from miles_core.contracts.rendering import Renderer
     from miles_core.ledger import Lease
-    from miles_core.records import Task
+    from miles_core.records import Array, Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +101,6 @@ class Sampler:
         returns failed episodes.
         """
         policy = self._policies[lease.policy]
-        name = group_id(lease.task.id, lease.attempt)
         if sampling is None:
             episodes = demonstrations(policy, lease.task, lease.attempt, group_size)
         else:
@@ -108,13 +108,15 @@ class Sampler:
             deadline = loop.time() + policy.deadline_s
             late = f"passed its deadline of {policy.deadline_s:g} s"
             timer = loop.call_at(deadline, self._end, lease.id, late)
-            jobs = [self._episode(policy, lease, name, m, sampling, split, deadline) for m in range(group_size)]
+            shared = self._shared(policy, lease, sampling, split, deadline)
+            jobs = [self._episode(shared, member) for member in range(group_size)]
             try:
                 episodes = await self._together(lease, jobs)
             finally:
                 timer.cancel()
+                del self._requests[lease.id]
         return Group(
-            id=name,
+            id=group_id(lease.task.id, lease.attempt),
             policy=policy.name,
             slot=lease.slot,
             attempt=lease.attempt,
@@ -160,49 +162,40 @@ class Sampler:
 
     # --- one episode -------------------------------------------------------------------------------------------------
 
-    async def _episode(
-        self,
-        policy: SamplingPolicy,
-        lease: Lease,
-        group: str,
-        member: int,
-        sampling: Sampling,
-        split: str,
-        deadline: float,
-    ) -> Episode:
-        task, env = lease.task, policy.envs[lease.env]
-        name = episode_id(group, member)
-        path = (task.id, lease.attempt, member)
+    async def _episode(self, shared: _Shared, member: int) -> Episode:
+        lease, policy = shared.lease, shared.policy
+        task = lease.task
+        name = episode_id(shared.group, member)
         session = Session(
             id=name,
             policy=policy.name,
             prompt=task.prompt,
             renderer=policy.renderer,
-            generate=self._sampled(lease.id, policy.columns),
-            sampling=sampling,
-            seed_of=lambda turn: derive(self._seed, policy.name, "sample", *path, turn),
+            generate=shared.generate,
+            sampling=shared.sampling,
+            seed_of=lambda turn: shared.seed_of(member, turn),
             request_id=f"{lease.id}/{member}",
             want=policy.want,
             columns=policy.columns,
-            deadline=deadline,
+            deadline=shared.deadline,
+            root=shared.root,
         )
         fields: dict[str, Any] = {
             "renderer": policy.renderer,
-            "sampling": sampling,
-            "make_rng": lambda: generator(self._seed, policy.name, "episode", *path),
-            "split": split,
+            "sampling": shared.sampling,
+            "make_rng": lambda: generator(self._seed, policy.name, "episode", task.id, lease.attempt, member),
+            "split": shared.split,
             "deadline_s": policy.deadline_s,
             "scorers": self._scorers,
         }
         try:
-            if lease.env in self._multi_turn[policy.name]:
-                score = await cast("MultiTurn", env).episode(task, session, _context(fields))
+            if shared.multi_turn:
+                score = await cast("MultiTurn", shared.env).episode(task, session, _context(fields))
                 trajectories = session.trajectories()
             else:
-                turn = await session.sample()
-                trajectories = session.trajectories()
-                fields |= {"text": turn.text, "finish": turn.finish, "trajectories": trajectories}
-                score = await env.score(task, _context(fields))
+                fields["text"], fields["finish"] = await session.answer()
+                trajectories = fields["trajectories"] = session.trajectories()
+                score = await shared.env.score(task, _context(fields))
             return _finished(policy, name, member, task, trajectories, score)
         except asyncio.CancelledError:
             current = asyncio.current_task()
@@ -218,29 +211,57 @@ class Sampler:
                 raise
             return _failed(name, member, task, _reason(error))
 
-    def _sampled(
-        self, lease: str, declared: Mapping[str, ColumnSpec]
-    ) -> Callable[[Request], Awaitable[tuple[Completion, Mapping[str, Any]]]]:
+    def _shared(self, policy: SamplingPolicy, lease: Lease, sampling: Sampling, split: str, deadline: float) -> _Shared:
+        requests: set[str] = set()
+        self._requests[lease.id] = requests
+
         async def generate(request: Request) -> tuple[Completion, Mapping[str, Any]]:
             assert self._generate is not None
             for edit in self._edits:
                 request = edit(request)
-            requests = self._requests.setdefault(lease, set())
             requests.add(request.id)
             try:
                 completion = await self._generate(request)
             finally:
                 requests.discard(request.id)
-                if not requests:
-                    self._requests.pop(lease, None)
             extra: dict[str, Any] = {}
             if len(completion.columns) > 2:  # what an engine gave under a declared name is kept as it is
-                extra = {k: v for k, v in completion.columns.items() if k not in STANDARD_COLUMNS and k in declared}
+                columns, declared = completion.columns, policy.columns
+                extra = {k: v for k, v in columns.items() if k not in STANDARD_COLUMNS and k in declared}
             for collect in self._collects:
                 extra |= collect(completion.columns, request)
             return completion, extra
 
-        return generate
+        return _Shared(
+            policy=policy,
+            lease=lease,
+            group=group_id(lease.task.id, lease.attempt),
+            env=policy.envs[lease.env],
+            multi_turn=lease.env in self._multi_turn[policy.name],
+            sampling=sampling,
+            split=split,
+            deadline=deadline,
+            generate=generate,
+            seed_of=family(self._seed, policy.name, "sample", lease.task.id, lease.attempt),
+            root=functools.cache(lambda: np.asarray(policy.renderer.prompt(lease.task.prompt), np.int32)),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shared:
+    """What the episodes of one lease have in common, made once for all of them."""
+
+    policy: SamplingPolicy
+    lease: Lease
+    group: str
+    env: Environment
+    multi_turn: bool
+    sampling: Sampling
+    split: str
+    deadline: float
+    generate: Generate
+    seed_of: Callable[[int, int], int]  # (member, turn)
+    root: Callable[[], Array]  # the prompt's ids
 
 
 class _Context(EpisodeContext):
@@ -285,14 +306,16 @@ def _finished(
             fix="return miles_core.records.Score(reward=…)",
         )
     reward = _number(score.reward, task, name, "reward", allow_none=not policy.rewarded)
-    components = {
-        key: _number(value, task, name, f"component {key!r}") or 0.0 for key, value in score.components.items()
-    }
-    for key, value in [("reward", reward), *components.items()]:
+    components = score.components
+    if components:
+        components = {k: _number(value, task, name, f"component {k!r}") or 0.0 for k, value in components.items()}
+    for key, value in (("reward", reward), *components.items()):
         if value is not None and not math.isfinite(value):
             ids = ", ".join(t.id for t in trajectories) or "none"
             return _failed(name, member, task, f"{key} is {value}, trajectories {ids}")
-    cut = any(trajectory.finish == Finish.LENGTH for trajectory in trajectories)
+    cut = False
+    for trajectory in trajectories:
+        cut = cut or trajectory.finish == Finish.LENGTH
     return Episode(
         id=name,
         member=member,
@@ -305,8 +328,8 @@ def _finished(
 
 
 def _number(value: Any, task: Task, name: str, what: str, *, allow_none: bool = False) -> float | None:
-    if value is None and allow_none:
-        return None
+    if type(value) is float or (value is None and allow_none):
+        return value
     if not isinstance(value, Real | np.bool_):
         raise RewardError(
             f"the {what} of task {task.id!r}, episode {name!r}, is not a number: {value!r} ({type(value).__name__})",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,6 +22,18 @@ def derive(run_seed: int, policy: str, stream: str, *path: int | str) -> int:
     """A 64-bit unsigned seed for `stream`, e.g. `derive(7, "main", "sample", task_id, attempt, member, turn)`."""
     text = _canonical([run_seed, policy, stream, *path])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+
+
+def family(run_seed: int, policy: str, stream: str, *path: int | str) -> Callable[..., int]:
+    """`family(a, b, …)(y, z)` is `derive(a, b, …, y, z)`, for many seeds that begin alike."""
+    begun = hashlib.sha256((_canonical([run_seed, policy, stream, *path])[:-1] + ",").encode())
+
+    def seed(*rest: int | str) -> int:
+        whole = begun.copy()
+        whole.update(_canonical(rest)[1:].encode())
+        return int.from_bytes(whole.digest()[:8], "big")
+
+    return seed
 
 
 def generator(run_seed: int, policy: str, stream: str, *path: int | str) -> np.random.Generator:

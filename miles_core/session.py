@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -68,9 +68,11 @@ class Session:
         want: frozenset[str] = frozenset(),
         columns: Mapping[str, ColumnSpec] | None = None,
         deadline: float | None = None,
+        root: Callable[[], Array] | None = None,
     ) -> None:
         """`seed_of(turn)` gives the seed of the turn-th call (counted from 0 in call order). `deadline` is a time of
-        the running event loop. `columns` are the declared specs that trajectories are checked against."""
+        the running event loop. `columns` are the declared specs that trajectories are checked against. `root` gives
+        the ids of `prompt` (int32 [n], never written to), where the episodes of a group encode it once between them."""
         self.id = id
         self._policy = policy
         self._prompt = prompt
@@ -82,6 +84,7 @@ class Session:
         self._want = want
         self._columns = columns
         self._deadline = deadline
+        self._root = root
         self._nodes: list[_Node] = []
         self._calls = 0
         self.failure: BaseException | None = None  # what an engine raised, however the environment dealt with it
@@ -93,8 +96,22 @@ class Session:
         the start, where `new` is the prompt (the task's own where empty). Raises `EpisodeFailedError` for a parent that
         was cut off, and `RecordError` for one that does not exist or a branch that would mix distributions.
         """
-        if parent is None:
-            parent = len(self._nodes) - 1
+        node = await self._advance(len(self._nodes) - 1 if parent is None else parent, new, sampling)
+        ids = node.tokens.tolist()
+        return Turn(
+            node=len(self._nodes) - 1,
+            text=self._renderer.text(ids),
+            message=self._renderer.parse(ids),
+            finish=str(node.completion.finish),
+            tokens=len(ids),
+        )
+
+    async def answer(self) -> tuple[str, str]:
+        """The only turn of a single-turn episode: its text and its finish."""
+        node = await self._advance(-1, (), {})
+        return self._renderer.text(node.tokens.tolist()), str(node.completion.finish)
+
+    async def _advance(self, parent: int, new: Prompt | Sequence[Message], sampling: Mapping[str, Any]) -> _Node:
         shape = replace(self._sampling, **sampling) if sampling else self._sampling
         before = self._context(parent, new, shape)
         turn, self._calls = self._calls, self._calls + 1
@@ -110,18 +127,10 @@ class Session:
         )
         try:
             completion, extra = await self._generate(request)
-            node = self._commit(parent, before, completion, shape, extra)
+            return self._commit(parent, before, completion, shape, extra)
         except BaseException as error:
             self.failure = self.failure or error
             raise
-        tokens = node.tokens
-        return Turn(
-            node=len(self._nodes) - 1,
-            text=self._renderer.text(tokens.tolist()),
-            message=self._renderer.parse(tokens.tolist()),
-            finish=str(completion.finish),
-            tokens=len(tokens),
-        )
 
     def _left(self) -> float:
         assert self._deadline is not None
@@ -133,6 +142,8 @@ class Session:
     def _context(self, parent: int, new: Prompt | Sequence[Message], shape: Sampling) -> Array:
         """All token ids that the model sees: int32 [n]."""
         if parent == -1:
+            if self._root is not None and len(new) == 0:
+                return self._root()
             prompt = self._prompt if len(new) == 0 else (new if isinstance(new, str) else tuple(new))
             return np.asarray(self._renderer.prompt(prompt), np.int32)
         if not 0 <= parent < len(self._nodes):
@@ -196,6 +207,8 @@ class Session:
 
     def trajectories(self) -> tuple[Trajectory, ...]:
         """One trajectory per leaf, in the order in which leaves were committed; checked against `columns`."""
+        if len(self._nodes) == 1:
+            return (self._trajectory(0, self._nodes, [True]),)
         claimed: set[int] = set()
         found: list[Trajectory] = []
         for index, node in enumerate(self._nodes):
@@ -209,6 +222,7 @@ class Session:
     def _trajectory(self, leaf: int, path: list[_Node], trainable: list[bool]) -> Trajectory:
         last = path[-1]
         n = last.end
+        bare = all(len(node.completion.columns) == 2 and not node.extra for node in path)  # tokens and logprobs alone
         tokens = np.concatenate([part for node in path for part in (node.added, node.tokens)])
         origin = np.zeros(n, np.uint8)
         origin[path[0].start :] = Origin.ENVIRONMENT
@@ -219,24 +233,22 @@ class Session:
             here = slice(node.start, node.end)
             origin[here] = Origin.SAMPLED
             train[here] = own
-            logprobs[here] = np.asarray(node.completion.columns["logprobs"])
-            spans += [
-                Span(start=s.start + node.start, end=s.end + node.start, version=s.version)
-                for s in node.completion.spans
-            ]
+            logprobs[here] = cast("Array", node.completion.columns["logprobs"])
+            at = node.start
+            spans += [Span(start=s.start + at, end=s.end + at, version=s.version) for s in node.completion.spans]
         columns: dict[str, Any] = {
             "tokens": tokens,
             "origin": origin,
             "trainable": train,
             "behaviour_logprobs": logprobs,
         }
-        if any("keep_counts" in node.completion.columns for node in path):
+        if not bare and any("keep_counts" in node.completion.columns for node in path):
             counts = np.zeros(n, np.int32)
             for node in path:
                 counts[node.start : node.end] = np.asarray(node.completion.columns["keep_counts"])
             columns["keep_counts"] = counts
             columns["keep_ids"] = np.concatenate([np.asarray(node.completion.columns["keep_ids"]) for node in path])
-        for name in {name for node in path for name in node.extra}:
+        for name in () if bare else {name for node in path for name in node.extra}:
             columns[name] = self._extra(name, path, n)
         trajectory = Trajectory(
             id=trajectory_id(self.id, leaf),

@@ -194,6 +194,8 @@ class ServingGate:
 
     def named(self, version: Version) -> Version:
         """The newest alias of `version`."""
+        if not self._aliases:
+            return version
         while version in self._aliases:
             version = self._aliases[version]
         return version

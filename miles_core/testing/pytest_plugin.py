@@ -1,7 +1,7 @@
 """pytest plugin for suites (`pytest -p miles_core.testing.pytest_plugin`, or `pytest_plugins` in a conftest).
 
 A suite's test may not be quietly replaced: a subclass that overrides one must mark it `xfail(reason=…, strict=True)`,
-so that a known gap is written down and its end is noticed. Nothing here is loaded on its own (no `pytest11` entry point).
+so that a known gap is written down and its end is noticed. Nothing here loads itself (no `pytest11` entry point).
 """
 
 from __future__ import annotations

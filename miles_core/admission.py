@@ -8,9 +8,7 @@ number of the version that sampled it.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -19,20 +17,27 @@ from miles_core.errors import LedgerError
 from miles_core.records import Episode, Group, Status, Trajectory
 
 
-class Numbers:
-    """The natural numbers, each free or taken. All below `end` that are not in `holes` are taken."""
+def broken(what: str) -> LedgerError:
+    return LedgerError(what, fix="report this: the accounting is broken")
 
-    def __init__(self, end: int = 0, holes: Iterable[int] = ()) -> None:
-        self.end = end
-        self.holes = sorted(holes)
+
+@dataclass
+class Numbers:
+    """The natural numbers, each free or taken. All below `end` that are not in `holes` (sorted) are taken."""
+
+    end: int = 0
+    holes: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.holes = sorted(self.holes)  # a list of its own
+
+    def __len__(self) -> int:
+        """How many are taken."""
+        return self.end - len(self.holes)
 
     def free(self, number: int) -> bool:
         at = bisect_left(self.holes, number)
         return number >= self.end or (at < len(self.holes) and self.holes[at] == number)
-
-    def lowest(self) -> int:
-        """The lowest free number."""
-        return self.holes[0] if self.holes else self.end
 
     def nth(self, n: int) -> int:
         """The n-th free number, counted from 0."""
@@ -41,7 +46,7 @@ class Numbers:
     def take(self, number: int) -> None:
         """Raises `LedgerError` where it is taken already."""
         if not self.free(number):
-            raise LedgerError(f"number {number} is taken already", fix="report this: the accounting is broken")
+            raise broken(f"number {number} is taken already")
         if number >= self.end:
             self.holes.extend(range(self.end, number))
             self.end = number + 1
@@ -51,18 +56,8 @@ class Numbers:
     def give(self, number: int) -> None:
         """Make a taken number free again."""
         if self.free(number):
-            raise LedgerError(f"number {number} is free already", fix="report this: the accounting is broken")
+            raise broken(f"number {number} is free already")
         insort(self.holes, number)
-
-    def copy(self) -> Numbers:
-        return Numbers(self.end, self.holes)
-
-    def to_json(self) -> dict[str, Any]:
-        return {"end": self.end, "holes": list(self.holes)}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Numbers:
-        return cls(data["end"], data["holes"])
 
 
 def is_strict(schedule: ScheduleConfig) -> bool:

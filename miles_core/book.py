@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from miles_core.admission import Numbers
@@ -34,6 +34,17 @@ class Lease:
     def group(self) -> str:
         return group_id(self.task.id, self.attempt)
 
+    def to_json(self) -> dict[str, Any]:
+        """All fields, the task by its id."""
+        return {name: getattr(self, name) for name in _LEASE} | {"task": self.task.id}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], task: Task) -> Lease:
+        return cls(**{name: data[name] for name in _LEASE} | {"task": task})
+
+
+_LEASE = tuple(f.name for f in fields(Lease))
+
 
 @dataclass(slots=True)
 class Open:
@@ -60,85 +71,57 @@ class Book:
     base: tuple[int, Numbers] | None = None  # batch, and the free positions when its first lease was issued
     open: dict[str, Open] = field(default_factory=dict)
     finished: dict[str, None] = field(default_factory=dict)  # lease ids in order of finishing, not yet claimed
-    ended: Counter[str] = field(default_factory=Counter)  # kind of end -> leases
+    ended: Counter[str] = field(default_factory=Counter)  # kind of end -> leases; and how many were `issued`
 
-    def training(self) -> int:
-        """Open leases that hold a slot."""
-        return sum(o.lease.split == "train" for o in self.open.values())
+    def available(self, slot: int, position: int) -> bool:
+        """Whether `slot` may take `position`: it is free, or due to this slot."""
+        return self.positions.free(position) or self.pending.get(slot) == position
 
+    def take(self, slot: int, position: int) -> None:
+        """Mark a position that is available to `slot` as taken."""
+        if self.pending.get(slot) == position:
+            del self.pending[slot]
+        else:
+            self.positions.take(position)
 
-def available(book: Book, slot: int, position: int) -> bool:
-    """Whether `slot` may take `position`: it is free, or due to this slot."""
-    return book.positions.free(position) or book.pending.get(slot) == position
+    def start_batch(self, batch: int) -> Numbers:
+        """The positions that were free when `batch` began, which is now where it is a new one."""
+        if self.base is None or self.base[0] != batch:
+            self.base = (batch, Numbers(self.positions.end, self.positions.holes))
+        return self.base[1]
 
+    def to_json(self) -> dict[str, Any]:
+        """Plain data that shares nothing with this book."""
+        return {
+            "slots": asdict(self.slots),
+            "positions": asdict(self.positions),
+            "consumed": self.consumed,
+            "published": self.published,
+            "pending": [[slot, position] for slot, position in self.pending.items()],
+            "drops": [[slot, dict(why)] for slot, why in self.drops.items()],
+            "base": None if self.base is None else [self.base[0], asdict(self.base[1])],
+            "ended": dict(self.ended),
+            "open": [
+                o.lease.to_json() | {"group_at": o.group_at, "versions": o.versions, "restorable": o.restorable}
+                for o in self.open.values()
+            ],
+        }
 
-def take(book: Book, slot: int, position: int) -> None:
-    if book.pending.get(slot) == position:
-        del book.pending[slot]
-    else:
-        book.positions.take(position)
-
-
-def pair(data: Sequence[int] | None) -> tuple[int, int] | None:
-    return (data[0], data[1]) if data else None
-
-
-def ends(book: Book) -> int:
-    return sum(book.ended[end] for end in ("trained", "evaluated", "dropped", "returned"))
-
-
-def lease_out(lease: Lease) -> dict[str, Any]:
-    return {
-        "id": lease.id,
-        "policy": lease.policy,
-        "slot": lease.slot,
-        "task": lease.task.id,
-        "attempt": lease.attempt,
-        "env": lease.env,
-        "position": lease.position,
-        "split": lease.split,
-        "started_version": lease.started_version,
-    }
-
-
-def book_out(book: Book) -> dict[str, Any]:
-    base = book.base
-    return {
-        "slots": book.slots.to_json(),
-        "positions": book.positions.to_json(),
-        "consumed": book.consumed,
-        "published": book.published,
-        "pending": [[slot, position] for slot, position in book.pending.items()],
-        "drops": [[slot, dict(why)] for slot, why in book.drops.items()],
-        "base": None if base is None else [base[0], base[1].to_json()],
-        "ended": dict(book.ended),
-        "open": [
-            {
-                **lease_out(o.lease),
-                "group_at": list(o.group_at) if o.group_at else None,
-                "versions": list(o.versions) if o.versions else None,
-                "restorable": o.restorable,
-            }
-            for o in book.open.values()
-        ],
-    }
-
-
-def book_in(data: Mapping[str, Any]) -> Book:
-    """The state without its open leases: `Ledger._settle` takes back what it keeps of them."""
-    base = data["base"]
-    book = Book(
-        slots=Numbers.from_json(data["slots"]),
-        positions=Numbers.from_json(data["positions"]),
-        consumed=data["consumed"],
-        published=-1,
-        pending={slot: position for slot, position in data["pending"]},
-        drops={slot: Counter(why) for slot, why in data["drops"]},
-        base=None if base is None else (base[0], Numbers.from_json(base[1])),
-        ended=Counter(data["ended"]),
-    )
-    for lease in data["open"]:
-        if lease["split"] == "train":
-            book.slots.give(lease["slot"])
-            book.positions.give(lease["position"])
-    return book
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Book:
+        """The state without its open leases: `Ledger._settle` takes back what it keeps of them. Nothing is published
+        to engines that start anew."""
+        book = cls(
+            slots=Numbers(**data["slots"]),
+            positions=Numbers(**data["positions"]),
+            consumed=data["consumed"],
+            pending={slot: position for slot, position in data["pending"]},
+            drops={slot: Counter(why) for slot, why in data["drops"]},
+            base=None if data["base"] is None else (data["base"][0], Numbers(**data["base"][1])),
+            ended=Counter(data["ended"]),
+        )
+        for lease in data["open"]:
+            if lease["split"] == "train":
+                book.slots.give(lease["slot"])
+                book.positions.give(lease["position"])
+        return book

@@ -7,7 +7,7 @@ the cut is void. Folding follows that, so that what is left is the history that 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +26,11 @@ class Entry:
     lease: Mapping[str, Any]
     leased_at: Position
     group_at: Position | None = None
-    versions: tuple[int, int] | None = None
     restorable: bool = False
+    oldest: int | None = None  # lowest and highest version number that sampled for it
+    newest: int = 0
     end: tuple[str, Any] | None = None
     end_at: Position = BEFORE
-    newest: int | None = None  # highest version number that sampled for a dropped lease
 
 
 class History:
@@ -45,9 +45,17 @@ class History:
         self.left = False  # the journal went on from an earlier checkpoint: frames from here on are another history
         self.problems: list[str] = []
 
+    def begin(self, leases: Sequence[Mapping[str, Any]]) -> None:
+        """Start with what a checkpoint says was open (`Book.to_json`)."""
+        for lease in leases:
+            entry = self.entries[lease["id"]] = Entry(lease=lease, leased_at=BEFORE, restorable=lease["restorable"])
+            if lease["group_at"]:
+                entry.group_at = (lease["group_at"][0], lease["group_at"][1])
+            if lease["versions"]:
+                entry.oldest, entry.newest = lease["versions"]
+
     def apply(self, frame: Frame) -> None:
-        header = frame.header
-        kind = frame.kind
+        header, kind, at = frame.header, frame.kind, frame.position
         if kind == "lineage":
             self._resume(header)
         elif self.left:
@@ -55,25 +63,18 @@ class History:
         elif kind == "lease":
             if header["id"] in self.entries:
                 self.problems.append(f"lease {header['id']} was issued twice")
-            self.entries[header["id"]] = Entry(lease=header, leased_at=frame.position)
+            self.entries[header["id"]] = Entry(lease=header, leased_at=at)
         elif kind == "group":
-            entry = self._open(header["lease"], "finished")
-            if entry is not None:
-                entry.group_at = frame.position
-                entry.restorable = restorable(header)
+            if entry := self._open(header["lease"], "finished"):
                 numbers = [v[2] for v in header["versions"]]
-                entry.versions = (min(numbers), max(numbers)) if numbers else None
+                entry.group_at, entry.restorable = at, restorable(header)
+                entry.oldest, entry.newest = min(numbers, default=None), max(numbers, default=0)
         elif kind == "trained":
             for lease in header["leases"]:
-                entry = self._open(lease, "trained")
-                if entry is not None:
-                    self._end(entry, ("trained", header["step"]), frame.position)
+                self._end(lease, "trained", header["step"], at)
             self.steps[header["policy"]] = header["step"] + 1
         elif kind == "end":
-            entry = self._open(header["lease"], header["end"])
-            if entry is not None:
-                self._end(entry, (header["end"], header["why"]), frame.position)
-                entry.newest = header.get("newest")
+            self._end(header["lease"], header["end"], header["why"], at, header.get("newest") or 0)
 
     def _open(self, lease: str, what: str) -> Entry | None:
         entry = self.entries.get(lease)
@@ -84,8 +85,9 @@ class History:
             return None
         return entry
 
-    def _end(self, entry: Entry, end: tuple[str, Any], at: Position) -> None:
-        entry.end, entry.end_at = end, at
+    def _end(self, lease: str, end: str, why: Any, at: Position, newest: int = 0) -> None:
+        if entry := self._open(lease, end):
+            entry.end, entry.end_at, entry.newest = (end, why), at, max(entry.newest, newest)
 
     def _resume(self, header: Mapping[str, Any]) -> None:
         self.lineage = max(self.lineage, header["lineage"])
@@ -96,8 +98,7 @@ class History:
         self.current = header["lineage"]
         self.steps = {policy: int(step) for policy, step in header["steps"].items()}
         kept, dropped = set(header["kept"]), set(header["dropped"])
-        known = self.entries.keys()
-        for lease in sorted((kept | dropped) - known):
+        for lease in sorted((kept | dropped) - self.entries.keys()):
             self.problems.append(f"lineage {header['lineage']} builds on lease {lease}, which is not in the history")
         for lease, entry in self.entries.items():
             if lease in kept:
@@ -106,14 +107,14 @@ class History:
                 entry.end, entry.end_at = ("returned", f"resume {header['lineage']}"), cut
                 entry.group_at = None
 
-    def candidates(self) -> dict[str, Entry]:
+    def unsettled(self) -> list[Entry]:
         """Leases that a resume must settle: all that were open at the checkpoint, and those issued behind it, unless
         an earlier resume gave them back already."""
-        return {
-            lease: entry
-            for lease, entry in self.entries.items()
+        return [
+            entry
+            for entry in self.entries.values()
             if entry.leased_at == BEFORE or entry.group_at or not (entry.end and entry.end[0] == "returned")
-        }
+        ]
 
 
 def check_history(
@@ -165,9 +166,9 @@ def _check_batch(header: Mapping[str, Any], history: History, schedule: Schedule
     for lease, entry in zip(leases, entries, strict=False):
         if entry.group_at is None:
             found.append(f"{where}: lease {lease} was trained and never finished")
-        oldest = entry.versions[0] if entry.versions and schedule.on_stale != "mask" else None
-        if oldest is not None and step - oldest > schedule.max_staleness:
-            found.append(f"{where}: lease {lease} holds a token of version {oldest}")
+        old = entry.oldest is not None and step - entry.oldest > schedule.max_staleness
+        if old and schedule.on_stale != "mask":
+            found.append(f"{where}: lease {lease} holds a token of version {entry.oldest}")
     if header["oldest"] is not None and step - header["oldest"] > schedule.max_staleness:
         found.append(f"{where}: a token of version {header['oldest']} was trained")
     return found

@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from miles_core.admission import is_strict, versions_of
-from miles_core.book import Book, Lease, Open, available, book_in, book_out, ends, lease_out, pair, take
+from miles_core.admission import broken, is_strict, versions_of
+from miles_core.book import Book, Lease, Open
 from miles_core.config.schema import ScheduleConfig
 from miles_core.errors import LedgerError
 from miles_core.frames import decode_group, encode_group, restorable
@@ -52,12 +52,11 @@ class Ledger:
 
     def open_slots(self, policy: str) -> int:
         """Slots of consumed steps, claimed, buffered or leased: what the admission bound is compared with."""
-        slots = self.books[policy].slots
-        return slots.end - len(slots.holes)
+        return len(self.books[policy].slots)
 
     def next_slot(self, policy: str) -> int:
         """The lowest free slot."""
-        return self.books[policy].slots.lowest()
+        return self.books[policy].slots.nth(0)
 
     def next_position(self, policy: str, slot: int) -> int:
         """The task position that `slot` gets next.
@@ -71,12 +70,10 @@ class Ledger:
             return book.pending[slot]
         schedule = self.schedules[policy]
         if not is_strict(schedule):
-            return book.positions.lowest()
+            return book.positions.nth(0)
         batch, place = divmod(slot, schedule.groups_per_step)
-        if book.base is None or book.base[0] != batch:
-            book.base = (batch, book.positions.copy())
-        replaced = book.drops.get(slot, Counter()).total()
-        return book.base[1].nth(replaced * schedule.groups_per_step + place)
+        replaced = self.reasons(policy, slot).total()
+        return book.start_batch(batch).nth(replaced * schedule.groups_per_step + place)
 
     # --- leases and their ends ---------------------------------------------------------------------------------------
 
@@ -96,28 +93,25 @@ class Ledger:
             split=split,
             started_version=book.published,
         )
-        if split == "train" and not (book.slots.free(slot) and available(book, slot, position)):
-            raise LedgerError(
-                f"slot {slot} or position {position} of policy {policy!r} is taken already",
-                fix="report this: the accounting is broken",
-            )
-        self._write("lease", lease_out(lease))
+        if split == "train" and not (book.slots.free(slot) and book.available(slot, position)):
+            raise broken(f"slot {slot} or position {position} of policy {policy!r} is taken already")
+        self._write("lease", lease.to_json())
         self._issued += 1
         book.ended["issued"] += 1
         if split == "train":
             book.slots.take(slot)
-            take(book, slot, position)
+            book.take(slot, position)
         book.open[lease.id] = Open(lease)
         return lease
 
     def finish(self, lease: Lease, group: Group) -> None:
         """A lease's group is finished and accepted: journal it whole and keep it until it is trained."""
         entry = self._entry(lease, "finished")
-        expected = (lease.policy, lease.slot, lease.attempt, lease.task.id)
-        if entry.group is not None or (group.policy, group.slot, group.attempt, group.task.id) != expected:
+        expected, found = ((x.policy, x.slot, x.attempt, x.task.id) for x in (lease, group))
+        if entry.group is not None or found != expected:
             raise LedgerError(
                 f"lease {lease.id} is for (policy, slot, attempt, task) {expected}; it was finished with group "
-                f"{group.id!r} of {(group.policy, group.slot, group.attempt, group.task.id)}",
+                f"{group.id!r} of {found}",
                 fix="return the group of the lease that was given, once",
             )
         header, blocks = encode_group(group, omit=self._omit)
@@ -134,7 +128,7 @@ class Ledger:
         for lease in leases:
             entry = self._entry(lease, "claimed")
             if entry.group is None or entry.claimed:
-                raise LedgerError(f"lease {lease.id} cannot be claimed", fix="report this: the accounting is broken")
+                raise broken(f"lease {lease.id} cannot be claimed")
             entry.claimed = True
             del book.finished[lease.id]
             groups.append(entry.group)
@@ -152,7 +146,7 @@ class Ledger:
         elif oldest is not None and step - oldest > schedule.max_staleness:
             wrong = f"a token of version {oldest} is older than max_staleness {schedule.max_staleness} allows"
         if wrong:
-            raise LedgerError(f"step {step} of policy {policy!r}: {wrong}", fix="report this: the accounting is broken")
+            raise broken(f"step {step} of policy {policy!r}: {wrong}")
         fields = {"policy": policy, "step": step, "lineage": self.lineage, "oldest": oldest}
         self._write("trained", {**fields, "leases": [lease.id for lease in leases]})
         for lease in leases:
@@ -166,7 +160,6 @@ class Ledger:
 
     def evaluated(self, lease: Lease, step: int) -> None:
         """An evaluation's lease is done."""
-        self._entry(lease, "evaluated")
         self._end(lease, "evaluated", step)
 
     def drop(self, lease: Lease, reason: str, *, newest: int | None = None) -> None:
@@ -175,7 +168,6 @@ class Ledger:
         `newest` is the highest version number that sampled for it. A group that was finished is dropped for its age
         only: such a drop is void under a lineage that resumes from before.
         """
-        self._entry(lease, "dropped")
         self._end(lease, "dropped", reason, newest=newest)
         book = self.books[lease.policy]
         book.slots.give(lease.slot)
@@ -183,7 +175,6 @@ class Ledger:
 
     def give_back(self, lease: Lease, reason: str) -> None:
         """The task goes back to its source: the next lease of this slot gets it again, with the same seeds."""
-        self._entry(lease, "returned")
         self._end(lease, "returned", reason)
         if lease.split == "train":
             book = self.books[lease.policy]
@@ -212,30 +203,6 @@ class Ledger:
         """Why leases of this slot were dropped since its batch began."""
         return self.books[policy].drops.get(slot, Counter())
 
-    def check(self, *, finished: bool = False) -> list[str]:
-        """The invariants that hold between any two calls; empty where they do. `finished` allows no open lease."""
-        found: list[str] = []
-        for policy, book in self.books.items():
-            groups = self.schedules[policy].groups_per_step
-            training = book.training()
-            slots = book.slots.end - len(book.slots.holes)
-            positions = book.positions.end - len(book.positions.holes)
-            due = book.ended["trained"] + book.ended["dropped"] + training + len(book.pending)
-            claimed = sum(o.claimed for o in book.open.values())
-            done = sum(o.group is not None and o.lease.split == "train" for o in book.open.values())
-            for name, have, want in (
-                ("slots taken, against consumed and open ones", slots, book.consumed * groups + training),
-                ("positions taken, against leases that hold one", positions, due),
-                ("groups trained, against steps consumed", book.ended["trained"], book.consumed * groups),
-                ("finished groups, against waiting and claimed ones", done, len(book.finished) + claimed),
-                ("leases issued, against ended and open ones", book.ended["issued"], ends(book) + len(book.open)),
-            ):
-                if have != want:
-                    found.append(f"policy {policy}: {name}: {have} and {want}")
-            if finished and book.open:
-                found.append(f"policy {policy}: {len(book.open)} leases have no end")
-        return found
-
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> dict[str, Any]:
@@ -247,7 +214,7 @@ class Ledger:
             "lineage": self.lineage,
             "journal": list(self.journal.position()) if self.journal is not None else None,
             "notes": dict(self.notes),
-            "policies": {policy: book_out(book) for policy, book in self.books.items()},
+            "policies": {policy: book.to_json() for policy, book in self.books.items()},
         }
 
     @classmethod
@@ -272,96 +239,66 @@ class Ledger:
                 f"{sorted(snapshot['policies'])}; format {FORMAT} and {sorted(schedules)} were expected",
                 fix="resume with the run file and the version of miles-core that wrote it",
             )
-        cut: Position = (snapshot["journal"][0], snapshot["journal"][1])
+        segment, offset = snapshot["journal"]
+        cut: Position = (segment, offset)
         history = History(cut)
         for data in snapshot["policies"].values():
-            for lease in data["open"]:
-                history.entries[lease["id"]] = Entry(
-                    lease=lease,
-                    leased_at=BEFORE,
-                    group_at=pair(lease["group_at"]),
-                    versions=pair(lease["versions"]),
-                    restorable=lease["restorable"],
-                )
+            history.begin(data["open"])
         for frame in read(journal.folder, cut):
             history.apply(frame)
         ledger = cls(journal, schedules, omit=omit)
         ledger.lineage = max(history.lineage, snapshot["lineage"]) + 1
         ledger.notes = dict(snapshot["notes"])
-        ledger.books = {policy: book_in(data) for policy, data in snapshot["policies"].items()}
+        ledger.books = {policy: Book.from_json(data) for policy, data in snapshot["policies"].items()}
         ledger._settle(history, cut, dict(changes or {}))
         return ledger
 
     def _settle(self, history: History, cut: Position, changes: dict[str, Any]) -> None:
         """Decide what becomes of every lease that was open at the checkpoint or issued behind it, and write it down."""
         for policy, book in self.books.items():
-            if is_strict(self.schedules[policy]) and (book.base is None or book.base[0] != book.consumed):
-                book.base = (book.consumed, book.positions.copy())  # before anything of this batch is taken back
-        kept: list[str] = []
-        dropped: list[str] = []
-        returned: list[str] = []
-        for entry in history.candidates().values():
-            lease = entry.lease
-            book = self.books[lease["policy"]]
-            slot, position, after = lease["slot"], lease["position"], entry.leased_at != BEFORE
-            trainable = lease["split"] == "train" and lease["started_version"] <= book.consumed
-            if entry.group_at and trainable and entry.restorable:
-                if entry.versions is None or entry.versions[1] <= book.consumed:
-                    if book.slots.free(slot) and available(book, slot, position):
-                        book.slots.take(slot)
-                        take(book, slot, position)
-                        book.ended["issued"] += after
-                        self._restore(entry.lease, entry.group_at)
-                        kept.append(lease["id"])
-                        continue
-            if entry.end and entry.end[0] == "dropped" and not entry.group_at and trainable:
-                if (entry.newest is None or entry.newest <= book.consumed) and available(book, slot, position):
-                    take(book, slot, position)
-                    book.drops.setdefault(slot, Counter())[entry.end[1]] += 1
-                    book.ended["dropped"] += 1
-                    book.ended["issued"] += after
-                    dropped.append(lease["id"])
-                    continue
-            returned.append(lease["id"])
-            book.ended["returned"] += 1
-            book.ended["issued"] += after
-        for lease_id in returned:
-            lease = history.entries[lease_id].lease
-            book = self.books[lease["policy"]]
+            if is_strict(self.schedules[policy]):
+                book.start_batch(book.consumed)  # before anything of this batch is taken back
+        settled: dict[str, list[Entry]] = {"kept": [], "dropped": [], "returned": []}
+        for entry in history.unsettled():
+            lease, book = entry.lease, self.books[entry.lease["policy"]]
             slot, position = lease["slot"], lease["position"]
-            before = history.entries[lease_id].leased_at == BEFORE and lease["split"] == "train"
+            valid = (
+                lease["split"] == "train"
+                and max(lease["started_version"], entry.newest) <= book.consumed
+                and book.available(slot, position)
+            )
+            if valid and entry.group_at and entry.restorable and book.slots.free(slot):
+                end = "kept"
+                book.slots.take(slot)
+                book.take(slot, position)
+                self._restore(lease, entry.group_at)
+            elif valid and not entry.group_at and entry.end and entry.end[0] == "dropped":
+                end = "dropped"
+                book.take(slot, position)
+                book.drops.setdefault(slot, Counter())[entry.end[1]] += 1
+                book.ended["dropped"] += 1
+            else:
+                end = "returned"
+                book.ended["returned"] += 1
+            settled[end].append(entry)
+            book.ended["issued"] += entry.leased_at != BEFORE
+        for entry in settled["returned"]:
+            lease, book = entry.lease, self.books[entry.lease["policy"]]
+            slot, position = lease["slot"], lease["position"]
+            before = entry.leased_at == BEFORE and lease["split"] == "train"
             if before and slot not in book.pending and book.positions.free(position) and book.slots.free(slot):
                 book.positions.take(position)
                 book.pending[slot] = position
-        assert self.journal is not None
-        self._write(
-            "lineage",
-            {
-                "lineage": self.lineage,
-                "cut": list(cut),
-                "steps": {policy: book.consumed for policy, book in self.books.items()},
-                "kept": kept,
-                "dropped": dropped,
-                "returned": returned,
-                "changes": changes,
-            },
-        )
+        fields: dict[str, Any] = {"lineage": self.lineage, "cut": list(cut)}
+        fields["steps"] = {policy: book.consumed for policy, book in self.books.items()}
+        fields |= {end: [entry.lease["id"] for entry in entries] for end, entries in settled.items()}
+        self._write("lineage", fields | {"changes": changes})
 
     def _restore(self, data: Mapping[str, Any], at: Position) -> None:
         assert self.journal is not None
         frame = read_one(self.journal.folder, at)
         group = decode_group(frame.header, frame.body)
-        lease = Lease(
-            id=data["id"],
-            policy=data["policy"],
-            slot=data["slot"],
-            task=group.task,
-            attempt=data["attempt"],
-            env=data["env"],
-            position=data["position"],
-            split=data["split"],
-            started_version=data["started_version"],
-        )
+        lease = Lease.from_json(data, group.task)
         book = self.books[lease.policy]
         book.open[lease.id] = Open(lease, group=group, versions=versions_of(group), group_at=at, restorable=True)
         book.finished[lease.id] = None
@@ -371,12 +308,11 @@ class Ledger:
     def _entry(self, lease: Lease, what: str) -> Open:
         entry = self.books[lease.policy].open.get(lease.id)
         if entry is None:
-            raise LedgerError(
-                f"lease {lease.id} cannot be {what}: it is not open", fix="report this: the accounting is broken"
-            )
+            raise broken(f"lease {lease.id} cannot be {what}: it is not open")
         return entry
 
     def _end(self, lease: Lease, end: str, why: str | int, **more: Any) -> None:
+        self._entry(lease, end)
         self._write("end", {"lease": lease.id, "end": end, "why": why, **more})
         book = self.books[lease.policy]
         del book.open[lease.id]

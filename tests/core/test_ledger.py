@@ -16,6 +16,7 @@ from miles_core.history import check_history
 from miles_core.journal import Frame, Journal, read
 from miles_core.ledger import Ledger
 from miles_core.records import Episode, Group, Span, Task, Trajectory, Version, group_id
+from miles_core.testing.simulation import imbalances
 
 STRICT = ScheduleConfig(groups_per_step=2, group_size=1)
 
@@ -128,7 +129,7 @@ class Moves(RuleBasedStateMachine):
 
     @invariant()
     def balanced(self):
-        assert self.ledger.check() == []
+        assert imbalances(self.ledger) == []
 
     @invariant()
     def proven(self):
@@ -174,7 +175,7 @@ def test_replacements_do_not_depend_on_which_drop_came_first():
         publish(ledger, 1)
         found += [take(ledger).position, take(ledger).position]
         ends.append(found)
-        assert ledger.check() == []
+        assert imbalances(ledger) == []
     assert ends == [[2, 5, 4, 6], [2, 5, 4, 6]]
 
 
@@ -207,29 +208,29 @@ def test_what_would_break_the_accounting_is_refused(ledger):
     for late in (ledger.drop, ledger.give_back):
         with pytest.raises(LedgerError, match="it is not open"):
             late(a, "again")
-    assert ledger.check(finished=True) == []
+    assert imbalances(ledger, finished=True) == []
 
 
 def test_check_finds_each_kind_of_imbalance(ledger):
     """Every sentence of `check` is seen once."""
     a = take(ledger)
     book = ledger.books["main"]
-    assert ledger.check(finished=True) == ["policy main: 1 leases have no end"]
+    assert imbalances(ledger, finished=True) == ["policy main: 1 leases have no end"]
     book.slots.give(0)
-    assert ledger.check() == ["policy main: slots taken, against consumed and open ones: 0 and 1"]
+    assert imbalances(ledger) == ["policy main: slots taken, against consumed and open ones: 0 and 1"]
     book.slots.take(0)
     book.positions.take(5)
-    assert ledger.check() == ["policy main: positions taken, against leases that hold one: 2 and 1"]
+    assert imbalances(ledger) == ["policy main: positions taken, against leases that hold one: 2 and 1"]
     book.positions.give(5)
     book.consumed = 1
-    assert "policy main: groups trained, against steps consumed: 0 and 2" in ledger.check()
+    assert "policy main: groups trained, against steps consumed: 0 and 2" in imbalances(ledger)
     book.consumed = 0
     ledger.finish(a, group_of(a))
     book.finished.clear()
-    assert ledger.check() == ["policy main: finished groups, against waiting and claimed ones: 1 and 0"]
+    assert imbalances(ledger) == ["policy main: finished groups, against waiting and claimed ones: 1 and 0"]
     book.finished[a.id] = None
     book.ended["issued"] = 7
-    assert ledger.check() == ["policy main: leases issued, against ended and open ones: 7 and 1"]
+    assert imbalances(ledger) == ["policy main: leases issued, against ended and open ones: 7 and 1"]
 
 
 def test_a_snapshot_is_json_and_resumes_into_the_same_books(ledger):
@@ -246,7 +247,7 @@ def test_a_snapshot_is_json_and_resumes_into_the_same_books(ledger):
     assert (again.next_slot("main"), again.next_position("main", 1)) == (1, 1)  # slot 1 gets its task again
     publish(again, 0)
     assert take(again).id == "main/1.0"
-    assert again.check() == []
+    assert imbalances(again) == []
     journal.close()
 
 
@@ -255,7 +256,7 @@ def test_what_was_in_flight_at_a_checkpoint_is_settled_by_every_resume_from_it(l
     saved = json.loads(json.dumps(ledger.snapshot()))
     for lineage in (1, 2):
         again = Ledger.resume(saved, Journal(ledger.journal.folder), {"main": STRICT})
-        assert again.lineage == lineage and again.check() == []
+        assert again.lineage == lineage and imbalances(again) == []
         assert [again.next_position("main", lease.slot) for lease in (a, b)] == [a.position, b.position]
         last = [f.header for f in read(ledger.journal.folder) if f.kind == "lineage"][-1]
         assert last["returned"] == [a.id, b.id]

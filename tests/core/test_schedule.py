@@ -16,7 +16,7 @@ from miles_core.ledger import Lease, Ledger, Open
 from miles_core.records import Task
 from miles_core.schedule import PolicySetup
 from miles_core.side import Side
-from miles_core.testing.simulation import Deadlock, Disk, Scenario, Simulation, VirtualClock, digest
+from miles_core.testing.simulation import Deadlock, Disk, Scenario, Simulation, VirtualClock, digest, imbalances
 
 SMALL = ScheduleConfig(groups_per_step=3, group_size=2)
 
@@ -28,7 +28,7 @@ def folder(tmp_path):
 
 def proven(sim, *, finished=True):
     """The ledger agrees with itself, and the journal with the promises."""
-    assert sim.ledger.check(finished=finished) == []
+    assert imbalances(sim.ledger, finished=finished) == []
     assert check_history(read(sim.folder), sim.schedules, finished=finished) == []
 
 
@@ -170,7 +170,7 @@ def test_a_filter_that_rejects_everything_stops_the_run_with_its_reasons(folder)
         sim.run()
     assert "used 4 leases" in str(stopped.value)
     assert "4 x filter choosy: unlucky" in str(stopped.value)
-    assert sim.ledger.check(finished=True) == []  # even so, every lease has its end
+    assert imbalances(sim.ledger, finished=True) == []  # even so, every lease has its end
 
 
 @pytest.mark.parametrize("then", ["shrink", "drop_group"])

@@ -17,7 +17,7 @@ from miles_core.config.schema import EvalConfig, ScheduleConfig
 from miles_core.errors import JournalError, StoppedError
 from miles_core.history import check_history
 from miles_core.journal import read
-from miles_core.testing.simulation import Disk, Scenario, Simulation
+from miles_core.testing.simulation import Disk, Scenario, Simulation, imbalances
 
 STRICT = ScheduleConfig(groups_per_step=3, group_size=2, max_leases_per_slot=1000)
 
@@ -35,7 +35,7 @@ def finish(sim, kills):
 
 
 def proven(sim):
-    assert sim.ledger.check(finished=True) == []
+    assert imbalances(sim.ledger, finished=True) == []
     assert check_history(read(sim.folder), sim.schedules, finished=True) == []
 
 
@@ -257,7 +257,7 @@ def test_a_later_checkpoint_does_not_stand_on_a_branch_from_an_earlier_one(tmp_p
     sim.checkpoints = saved
     calls = sim.sampler.calls
     assert sim.run().status == "finished"
-    assert sim.ledger.check(finished=True) == []
+    assert imbalances(sim.ledger, finished=True) == []
     assert (sim.weights, sim.trained) == (whole.weights, whole.trained)
     lineage = [f.header for f in read(sim.folder) if f.kind == "lineage"][-1]
     assert lineage["kept"] == [] and sim.sampler.calls > calls  # the branch's groups are not its own

@@ -133,6 +133,10 @@ class Catalogue:
     def names(self, kind: str) -> tuple[str, ...]:
         return tuple(dict.fromkeys(e.name for e in self.entries(kind)))
 
+    def installed(self, *kinds: str) -> str:
+        """The names of some kinds, for a message."""
+        return ", ".join(name for kind in kinds for name in self.names(kind)) or "none"
+
     def state(self, entry: Entry) -> str:
         """`fits`, or why `load` would refuse, from metadata alone."""
         if entry.kind not in API_VERSIONS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -80,32 +80,11 @@ def plan(
 
 def _parts(run_file: RunFile, catalogue: Catalogue) -> list[list[str]]:
     rows = []
-    for where, part in located(run_file):
+    for part in run_file.parts():
         entry = catalogue.find(part.kind, part.use)
         off = " (coefficient 0: not built)" if getattr(part.core, "coef", 1.0) == 0 else ""
-        rows.append([where, part.kind, part.use + off, entry.distribution, entry.version])
+        rows.append([part.at, part.kind, part.use + off, entry.distribution, entry.version])
     return rows
-
-
-def located(run_file: RunFile) -> list[tuple[str, Any]]:
-    """Every part with the dotted path at which it stands in the run file."""
-    from miles_core.config.schema import PART_FIELDS
-
-    tree = run_file.tree
-    single = "rollout" in tree
-    found = [("rollout" if single else f"engines.{n}", p) for n, p in run_file.engines.items()]
-    found += [("backend", run_file.backend), *([("sync", run_file.sync)] if run_file.sync else [])]
-    found += [("launcher", run_file.launcher)]
-    for section in ("trackers", "scorers", "extensions"):
-        found += [(f"{section}.{n}", p) for n, p in getattr(run_file, section).items()]
-    for name, policy in run_file.policies.items():
-        prefix, scope = (f"policies.{name}.", tree["policies"][name]) if "policies" in tree else ("", tree)
-        found += [(f"{prefix}model", policy.model), (f"{prefix}renderer", policy.renderer)]
-        found += [(f"{prefix}env" if "env" in scope else f"{prefix}envs.{n}", p) for n, p in policy.envs.items()]
-        for field, parts in policy.algorithm.parts.items():
-            plural = PART_FIELDS[field][1]
-            found += [(f"{prefix}algorithm.{field}" + (f".{n}" if plural else ""), p) for n, p in parts.items()]
-    return found
 
 
 def placement(run_file: RunFile) -> list[str]:

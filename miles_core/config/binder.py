@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from miles_core.config import layers, schema
-from miles_core.config.binding import bind, fields_of, plain, show, unknown_key
-from miles_core.config.layers import Leaf, Tree, chosen, instances, section_at, unwrap
+from miles_core.config.binding import bind, check_keys, fields_of, plain
+from miles_core.config.layers import (
+    ALGORITHM_KEYS,
+    CORE_KEYS,
+    At,
+    Leaf,
+    Tree,
+    is_map,
+    kinds_at,
+    sections,
+    unwrap,
+    use_of,
+)
 from miles_core.config.schema import Algorithm, Part, Policy, RoleConfig, RunFile
 from miles_core.discovery import Catalogue
-from miles_core.errors import CombinationError, ConfigError, ConfigTypeError, MilesError, PluginContractError
+from miles_core.errors import CombinationError, ConfigError, MilesError, PluginContractError
+
+T = TypeVar("T")
 
 POLICY_KEYS = ("model", "env", "envs", "algorithm", "schedule", "optimizer", "roles", "renderer")
 RUN_KEYS = ("run", "eval", "rollout", "engines", "backend", "sync", "launcher", "trackers", "scorers", "extensions")
@@ -33,45 +47,36 @@ def _freeze(tree: Any) -> Any:
 
 
 class Binder:
-    """Binds a merged draft. Each method returns the bound object and its plain tree."""
+    """Binds one merged draft, and notes in `tree` what each of its sections was resolved to."""
 
     def __init__(self, catalogue: Catalogue) -> None:
         self.catalogue = catalogue
+        self.tree: dict[str, Any] = {}
 
     def run_file(self, draft: Tree) -> RunFile:
-        plural = "policies" in draft
-        known = (*RUN_KEYS, "policies", *POLICY_KEYS)
-        for key in draft:
-            if key not in known:
-                raise unknown_key("", key, known)
-            if plural and key in POLICY_KEYS:
+        check_keys("", draft, (*RUN_KEYS, "policies", *POLICY_KEYS))
+        run = self.core(schema.RunConfig, draft, "run")
+        evaluation = self.core(schema.EvalConfig, draft, "eval")
+        if "policies" in draft:
+            if beside := [key for key in POLICY_KEYS if key in draft]:
                 raise CombinationError(
-                    f"{key!r} stands beside `policies`; each policy has its own",
-                    fix=f"move it to policies.<name>.{key}",
+                    f"{beside[0]!r} stands beside `policies`; each policy has its own",
+                    fix=f"move it to policies.<name>.{beside[0]}",
                 )
-        run, run_tree = self.core(schema.RunConfig, draft, "run")
-        evaluation, eval_tree = self.core(schema.EvalConfig, draft, "eval")
-        tree: dict[str, Any] = {"run": run_tree, "eval": eval_tree}
-        policies: dict[str, Policy] = {}
-        if plural:
-            tree["policies"] = {}
-            for name, section in instances(draft, "policies").items():
-                policies[name], tree["policies"][name] = self.policy(name, section, f"policies.{name}.")
+            policies = {
+                name: self.policy(name, scope, "policies", name) for name, scope in sections(draft, "policies").items()
+            }
             if not policies:
                 raise ConfigError("`policies` names no policy", fix="add one, or use the singular sections")
         else:
-            scope = {key: value for key, value in draft.items() if key in POLICY_KEYS}
-            policies["main"], policy_tree = self.policy("main", scope, "")
-            tree |= policy_tree
-        engines = self.several(draft, "rollout", "engines", "", tree)
-        backend, tree["backend"] = self.needed(draft, "backend")
-        sync = None
-        if (transport := section_at(draft, "sync", "sync")) is not None:
-            sync, tree["sync"] = self.part(("sync",), "", transport, "sync")
-        launcher, tree["launcher"] = self.needed(draft, "launcher")
-        many = {key: self.several(draft, "", key, "", tree) for key in ("trackers", "scorers", "extensions")}
+            policies = {"main": self.policy("main", draft)}
+        engines = self.one_or_many(draft, ("rollout",), ("engines",))
+        backend = self.needed(draft, "backend")
+        sync = next(iter(self.parts(draft, "sync").values()), None)
+        launcher = self.needed(draft, "launcher")
+        maps = {key: Frozen(self.parts(draft, key)) for key in ("trackers", "scorers", "extensions")}
         origins = layers.origins_of(draft)
-        leaves = layers.origins_of(layers.wrap(tree, "default"))
+        leaves = layers.origins_of(layers.wrap(self.tree, "default"))
         return RunFile(
             run=run,
             eval=evaluation,
@@ -80,200 +85,184 @@ class Binder:
             backend=backend,
             sync=sync,
             launcher=launcher,
-            **{key: Frozen(parts) for key, parts in many.items()},
-            tree=_freeze(tree),
+            **maps,
+            tree=_freeze(self.tree),
             origins=Frozen({path: origins.get(path, origin) for path, origin in leaves.items()}),
         )
 
-    def core(self, cls: type[Any], scope: Tree, key: str, prefix: str = "") -> tuple[Any, dict[str, Any]]:
-        bound = bind(cls, unwrap(section_at(scope, key, prefix + key) or {}), prefix + key)
-        return bound, plain(bound)
-
-    def needed(self, scope: Tree, key: str, prefix: str = "") -> tuple[Part, dict[str, Any]]:
-        section = section_at(scope, key, prefix + key)
-        if section is None:
-            installed = ", ".join(self.catalogue.names(layers.SINGULAR[key])) or "none"
-            raise ConfigError(
-                f"the run file has no section {prefix}{key}; installed {key} plugins: {installed}",
-                fix=f"add `{key}: {{use: …}}`",
-            )
-        return self.part((layers.SINGULAR[key],), "", section, prefix + key)
-
-    def several(self, scope: Tree, one: str, many: str, prefix: str, tree: dict[str, Any]) -> dict[str, Part]:
-        """The instances of a plural section, or of its singular form; adds their trees to `tree`."""
-        section = section_at(scope, one, prefix + one) if one else None
-        found = instances(scope, many)
-        if section is not None and found:
-            raise CombinationError(
-                f"{prefix}{one} and {prefix}{many} stand side by side", fix=f"name every instance in {prefix}{many}"
-            )
-        if section is not None:
-            part, tree[one] = self.part((layers.PLURAL[many],), "", section, prefix + one)
-            return {part.name: part}
-        parts: dict[str, Part] = {}
-        for name, instance in found.items():
-            at = f"{prefix}{many}.{name}"
-            parts[name], plain_tree = self.part((layers.PLURAL[many],), name, instance, at, named=True)
-            tree.setdefault(many, {})[name] = plain_tree
-        for name in layers.removed(
-            scope, many
-        ):  # said again, or a default would come back when the tree is read as a file
-            tree.setdefault(many, {})[name] = None
-        return parts
-
-    def policy(self, name: str, scope: Tree, prefix: str) -> tuple[Policy, dict[str, Any]]:
-        known = POLICY_KEYS if not prefix else ("share", *POLICY_KEYS)
-        for key in scope:
-            if key not in known:
-                raise unknown_key(prefix.rstrip("."), key, known)
-        tree: dict[str, Any] = {}
-        share = scope.get("share", Leaf(1, "default"))
-        if not isinstance(share, Leaf) or type(share.value) is not int or share.value < 1:
-            raise ConfigTypeError(f"{prefix}share is {show(unwrap(share))}; it must be an int from 1", fix="write 1")
+    def policy(self, name: str, scope: Tree, *prefix: str) -> Policy:
+        """The sections of `scope`, which stands at `prefix`: that of the whole run file is empty."""
+        share = 1
         if prefix:
-            tree["share"] = share.value
-        model, tree["model"] = self.needed(scope, "model", prefix)
-        envs = self.several(scope, "env", "envs", prefix, tree)
+            check_keys(".".join(prefix), scope, ("share", *POLICY_KEYS))
+            share = self.bound(schema.PolicyKeys, {k: v for k, v in scope.items() if k == "share"}, prefix).share
+        model = self.needed(scope, *prefix, "model")
+        envs = self.one_or_many(scope, (*prefix, "env"), (*prefix, "envs"))
         if not envs:
-            installed = ", ".join(self.catalogue.names("env")) or "none"
-            raise ConfigError(
-                f"the run file has no section {prefix}env; installed env plugins: {installed}",
-                fix="add `env: {use: …}`",
-            )
-        algorithm, tree["algorithm"] = self.algorithm(scope, prefix)
+            raise self.absent((*prefix, "env"))
+        algorithm = self.algorithm(scope, *prefix, "algorithm")
         if algorithm.keys.episodes == "demonstrations":  # one reference answer a task, unless the file says otherwise
             scope = layers.merge({"schedule": {"group_size": Leaf(1, "default")}}, scope)
-        schedule, tree["schedule"] = self.core(schema.ScheduleConfig, scope, "schedule", prefix)
-        roles = self.roles(scope, prefix, tree)
         scope = layers.merge({"renderer": {"use": Leaf("text", "default")}}, scope)
-        renderer, tree["renderer"] = self.needed(scope, "renderer", prefix)
-        policy = Policy(
+        return Policy(
             name=name,
-            share=share.value,
+            at=".".join(prefix),
+            share=share,
             model=model,
-            renderer=renderer,
             envs=Frozen(envs),
             algorithm=algorithm,
-            schedule=schedule,
-            roles=Frozen(roles),
+            schedule=self.core(schema.ScheduleConfig, scope, *prefix, "schedule"),
+            roles=Frozen(self.roles(scope, *prefix)),
+            renderer=self.needed(scope, *prefix, "renderer"),
         )
-        return policy, tree
 
-    def roles(self, scope: Tree, prefix: str, tree: dict[str, Any]) -> dict[str, RoleConfig]:
+    def roles(self, scope: Tree, *prefix: str) -> dict[str, RoleConfig]:
         """Always with `actor`, whose optimizer is the section `optimizer`."""
-        sections = {"actor": dict[str, Any](), **instances(scope, "roles")}
-        optimizer = section_at(scope, "optimizer", f"{prefix}optimizer")
-        if optimizer is not None and "optimizer" in sections["actor"]:
-            raise CombinationError(
-                f"{prefix}optimizer and {prefix}roles.actor.optimizer are one section, given twice", fix="keep one"
-            )
-        actor = {"update": Leaf("trained", "default"), **sections["actor"]}
-        optimizer = actor.pop("optimizer", optimizer)
+        given = {"actor": Tree(), **sections(scope, "roles")}
+        actor = {"update": Leaf("trained", "default"), **given["actor"]}
+        if "optimizer" in actor:
+            if isinstance(scope.get("optimizer"), dict):
+                at = ".".join((*prefix, "optimizer"))
+                other = ".".join((*prefix, "roles.actor.optimizer"))
+                raise CombinationError(f"{at} and {other} are one section, given twice", fix="keep one")
+            scope = {**scope, "optimizer": actor.pop("optimizer")}
         roles: dict[str, RoleConfig] = {}
-        for name, section in {**sections, "actor": actor}.items():
-            roles[name] = bind(RoleConfig, unwrap(section), f"{prefix}roles.{name}")
+        for name, section in {**given, "actor": actor}.items():
+            path = (*prefix, "roles", name)
+            role = bind(RoleConfig, unwrap(section), ".".join(path))
+            values = plain(role)
             if name == "actor":
-                trained = bind(schema.OptimizerConfig, unwrap(optimizer or {}), f"{prefix}optimizer")
-                roles[name] = replace(roles[name], optimizer=trained)
-            role = plain(roles[name])
-            settings = role.pop("optimizer")
-            if name == "actor":
-                tree["optimizer"] = settings
-            elif roles[name].update == "trained":
-                role["optimizer"] = settings
-            elif "optimizer" in section:
-                raise CombinationError(
-                    f"{prefix}roles.{name}.optimizer is given, but its update is {roles[name].update.value!r}",
-                    fix=f"remove it, or write {prefix}roles.{name}.update: trained",
-                )
-            tree.setdefault("roles", {})[name] = role
+                role = replace(role, optimizer=self.core(schema.OptimizerConfig, scope, *prefix, "optimizer"))
+            if name == "actor" or role.update != "trained":
+                del values["optimizer"]
+                if "optimizer" in section:
+                    raise CombinationError(
+                        f"{'.'.join(path)}.optimizer is given, but its update is {role.update.value!r}",
+                        fix=f"remove it, or write {'.'.join(path)}.update: trained",
+                    )
+            roles[name] = role
+            self.note(path, values)
         return roles
 
-    def algorithm(self, scope: Tree, prefix: str) -> tuple[Algorithm, dict[str, Any]]:
-        path = f"{prefix}algorithm"
-        section = section_at(scope, "algorithm", path)
-        presets = ", ".join(self.catalogue.names("algorithm")) or "none"
-        if section is None:
-            raise ConfigError(
-                f"the run file has no section {path}; installed presets: {presets}",
-                fix="add `algorithm: {use: …}`, or name its parts: `algorithm: {loss: …}`",
-            )
-        preset = chosen(section, path)
-        known = fields_of(schema.AlgorithmKeys)
-        own = {k: unwrap(v) for k, v in section.items() if k not in layers.ALGORITHM_KEYS}
-        tree: dict[str, Any] = {}
+    def algorithm(self, scope: Tree, *path: str) -> Algorithm:
+        section, at = scope.get("algorithm"), ".".join(path)
+        if not isinstance(section, dict):
+            raise self.absent(path)
+        preset, known = use_of(section), sorted(ALGORITHM_KEYS)
+        options = {k: v for k, v in section.items() if k not in ALGORITHM_KEYS}
         if preset is not None:
-            provider = self.catalogue.load("algorithm", preset).provider
-            tree = {"use": preset, **plain(bind(provider.config, own, path, also=sorted(layers.ALGORITHM_KEYS)))}
-        elif own:
-            raise unknown_key(path, next(iter(own)), sorted(layers.ALGORITHM_KEYS))
-        keys = bind(schema.AlgorithmKeys, {k: unwrap(v) for k, v in section.items() if k in known}, path)
-        tree |= plain(keys)
+            self.note(path, {"use": preset})
+            self.bound(self.catalogue.load("algorithm", preset).provider.config, options, path, also=known)
+        else:
+            check_keys(at, options, known)
+        own = fields_of(schema.AlgorithmKeys)
+        keys = self.bound(schema.AlgorithmKeys, {k: v for k, v in section.items() if k in own}, path)
         parts: dict[str, Frozen] = {}
         taken: set[str] = set()
-        for field, (kinds, plural) in schema.PART_FIELDS.items():
-            at = f"{path}.{field}"
-            if plural:
-                found = {}
-                for name, instance in instances(section, field).items():
-                    part, part_tree = self.part(kinds, name, instance, f"{at}.{name}", field, named=True)
-                    found[name] = part
-                    tree.setdefault(field, {})[name] = part_tree
-                for name in layers.removed(section, field):
-                    tree.setdefault(field, {})[name] = None
-            else:
-                one = section_at(section, field, at)
-                if one is None:
-                    if field in section:
-                        tree[field] = None
-                    continue
-                part, tree[field] = self.part(kinds, "", one, at, field)
-                if part.name in taken:  # the same plugin in two fields: metrics and weights need two names
-                    part = replace(part, name=f"{part.name}-{field}")
-                found = {part.name: part}
-            for name in found if field != "filters" else ():  # filters write neither weights nor metrics
-                if name in taken:
-                    raise ConfigError(f"{at}.{name}: another part of {path} has that name", fix="rename the instance")
-                taken.add(name)
+        for field in schema.PART_FIELDS:
+            found = self.parts(section, *path, field)
+            if field != "filters":  # filters write neither weights nor metrics, which go by the names of parts
+                if not is_map((*path, field)) and found.keys() & taken:  # the same plugin in two fields
+                    found = {f"{n}-{field}": replace(p, name=f"{n}-{field}") for n, p in found.items()}
+                if twice := found.keys() & taken:
+                    raise ConfigError(
+                        f"{at}.{field}.{min(twice)}: another part of {at} has that name", fix="rename the instance"
+                    )
+                taken |= found.keys()
             if found:
                 parts[field] = Frozen(found)
-        if not parts.get("loss"):
+        if "loss" not in parts:
             raise ConfigError(
-                f"{path} has no loss; installed presets: {presets}",
-                fix=f"write `{path}: {{use: …}}`, or give it a loss",
+                f"{at} has no loss; installed presets: {self.catalogue.installed('algorithm')}",
+                fix=f"write `{at}: {{use: …}}`, or give it a loss",
             )
-        return Algorithm(preset=preset or "", keys=keys, parts=Frozen(parts)), tree
+        return Algorithm(preset=preset or "", keys=keys, parts=Frozen(parts))
 
-    def part(
-        self, kinds: tuple[str, ...], name: str, section: Tree, path: str, field: str = "", *, named: bool = False
-    ) -> tuple[Part, dict[str, Any]]:
-        """One part: plugin loaded, core's keys and the plugin's own bound apart. `named`: `use` defaults to `name`."""
-        use = chosen(section, path) or (name if named else None)
-        if use is None:
-            use = path.rpartition(".")[2]
-            if not any(use in self.catalogue.names(kind) for kind in kinds):
-                installed = ", ".join(n for kind in kinds for n in self.catalogue.names(kind)) or "none"
-                raise ConfigError(f"{path} names no plugin; installed: {installed}", fix=f"add {path}.use")
+    def needed(self, scope: Tree, *path: str) -> Part:
+        """The part of a section that a run file must have."""
+        found = self.parts(scope, *path)
+        if not found:
+            raise self.absent(path)
+        return next(iter(found.values()))
+
+    def absent(self, path: At) -> ConfigError:
+        [kind] = kinds_at(path)
+        return ConfigError(
+            f"the run file has no section {'.'.join(path)}; installed {kind} plugins: {self.catalogue.installed(kind)}",
+            fix=f"add `{path[-1]}: {{use: …}}`",
+        )
+
+    def one_or_many(self, scope: Tree, one: At, many: At) -> dict[str, Part]:
+        """The instances of a plural section, or of its singular form."""
+        if isinstance(scope.get(one[-1]), dict) and sections(scope, many[-1]):
+            raise CombinationError(
+                f"{'.'.join(one)} and {'.'.join(many)} stand side by side",
+                fix=f"name every instance in {'.'.join(many)}",
+            )
+        return self.parts(scope, *one) or self.parts(scope, *many)
+
+    def parts(self, scope: Tree, *path: str) -> dict[str, Part]:
+        """The parts by name that stand in `scope` at `path`: the instances of a map, or one at most."""
+        section = scope.get(path[-1])
+        found = {path: section} if not is_map(path) else {(*path, name): s for name, s in (section or {}).items()}
+        parts = [self.part(at, s) for at, s in found.items() if isinstance(s, dict)]
+        for at, removed in found.items():
+            if isinstance(removed, Leaf):  # noted, or a default would come back when the tree is read as a file
+                self.note(at, None)
+        return {part.name: part for part in parts}
+
+    def part(self, path: At, section: Tree) -> Part:
+        """One part: plugin loaded, core's keys and the plugin's own bound apart."""
+        at, kinds, instance = ".".join(path), kinds_at(path), is_map(path[:-1])
+        use = use_of(section) or path[-1]
         kind = next((k for k in kinds if use in self.catalogue.names(k)), kinds[-1])
+        if use_of(section) is None and not instance and use not in self.catalogue.names(kind):
+            raise ConfigError(
+                f"{at} names no plugin; installed: {self.catalogue.installed(*kinds)}", fix=f"add {at}.use"
+            )
         try:
             loaded = self.catalogue.load(kind, use)
         except MilesError as error:
-            raise type(error)(f"{path}: {error.message}", fix=error.fix) from error.__cause__
+            raise type(error)(f"{at}: {error.message}", fix=error.fix) from error.__cause__
         provider = loaded.provider
-        wanted = schema.FIELD_OF_PROVIDER.get(field, field)
-        if kind in ("stage", "term") and provider.field != wanted:
+        field = path[-2] if instance else path[-1]
+        if kind in ("stage", "term") and provider.field != schema.FIELD_OF_PROVIDER.get(field, field):
             raise CombinationError(
-                f"{path}: the {kind} {use!r} stands in {provider.field!r}, not in {field!r}",
+                f"{at}: the {kind} {use!r} stands in {provider.field!r}, not in {field!r}",
                 fix=f"move it to algorithm.{provider.field}, or choose another {kind}",
             )
-        core_type = schema.TermKeys if kind == "term" and field != "corrections" else layers.CORE_KEYS.get(kind)
-        owned = fields_of(core_type) if core_type else {}
-        if both := sorted({"use", *owned} & fields_of(provider.config).keys()):
+        core_type = None if field == "corrections" else CORE_KEYS.get(kind)
+        owned = {"use", *(fields_of(core_type) if core_type else ())}
+        if both := sorted(owned & fields_of(provider.config).keys()):
             raise PluginContractError(
-                f"{loaded}: its config repeats {', '.join(both)}, which core owns in {path}", fix="rename the field"
+                f"{loaded}: its config repeats {', '.join(both)}, which core owns in {at}", fix="rename the field"
             )
-        values = {k: unwrap(v) for k, v in section.items() if k != "use"}
-        options = bind(provider.config, {k: v for k, v in values.items() if k not in owned}, path, also=["use", *owned])
-        core = bind(core_type, {k: v for k, v in values.items() if k in owned}, path) if core_type else None
-        part = Part(kind=kind, name=name or use, use=use, options=options, core=core)
-        return part, {"use": use, **(plain(core) if core_type else {}), **plain(options)}
+        options = {k: v for k, v in section.items() if k not in owned}
+        core_keys = {k: v for k, v in section.items() if k in owned and k != "use"}
+        self.note(path, {"use": use})
+        core = self.bound(core_type, core_keys, path) if core_type else None
+        return Part(
+            kind=kind,
+            name=path[-1] if instance else use,
+            use=use,
+            options=self.bound(provider.config, options, path, also=sorted(owned)),
+            core=core,
+            at=at,
+        )
+
+    def core(self, cls: type[T], scope: Tree, *path: str) -> T:
+        """A section that core types as a whole; its defaults where it is absent."""
+        section = scope.get(path[-1])
+        return self.bound(cls, section if isinstance(section, dict) else {}, path)
+
+    def bound(self, cls: type[T], section: Tree, path: At, also: Sequence[str] = ()) -> T:
+        bound = bind(cls, unwrap(section), ".".join(path), also)
+        self.note(path, plain(bound))
+        return bound
+
+    def note(self, path: At, values: dict[str, Any] | None) -> None:
+        """Adds `values` to the resolved tree at `path`; `None` says that nothing stands there."""
+        branch = self.tree
+        for key in path[:-1]:
+            branch = branch.setdefault(key, {})
+        branch[path[-1]] = None if values is None else {**(branch.get(path[-1]) or {}), **values}

@@ -8,16 +8,19 @@ plural sections) in which it was written.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 from miles_core.config import rules
 from miles_core.config.binder import Binder
-from miles_core.config.layers import Tree, expand, instances, merge, wrap
-from miles_core.config.presets import on_config, with_presets
+from miles_core.config.binding import bind
+from miles_core.config.layers import ALGORITHM_KEYS, Tree, layer, merge, sections, unwrap, use_of
 from miles_core.config.reading import read_origins, read_overrides, read_yaml
 from miles_core.config.schema import RunFile
 from miles_core.discovery import Catalogue, scan
+from miles_core.errors import ConfigError, PluginContractError
+from miles_core.provider import BuildContext, Place
 
 
 def load(
@@ -34,21 +37,16 @@ def load(
         "launcher": {"use": "inline"},
         "trackers": {"console": {"use": "console"}, "jsonl": {"use": "jsonl"}},
     }
-    layers = [expand(wrap(defaults, "default")), expand(wrap(read_yaml(path), "file"))]
-    commands = [expand(wrap(tree, "command line")) for tree in read_overrides(overrides)]
+    layers = [layer(defaults, "default"), layer(read_yaml(path), "file")]
+    commands = [layer(tree, "command line") for tree in read_overrides(overrides)]
     spoken: list[str] = []
     while True:
-        draft: Tree = {}
-        for layer in [*layers, *commands]:
-            draft = merge(draft, layer)
-        draft = with_presets(draft, catalogue)
-        waiting = [name for name in instances(draft, "extensions") if name not in spoken]
+        draft = _with_presets(reduce(merge, [*layers, *commands]), catalogue)
+        waiting = [name for name in sections(draft, "extensions") if name not in spoken]
         if not waiting:
             break
         spoken.append(waiting[0])
-        changes = on_config(draft, waiting[0], catalogue)
-        if changes:
-            layers.append(expand(wrap(changes, f"extension {waiting[0]}")))
+        layers.append(layer(_on_config(draft, waiting[0], catalogue), f"extension {waiting[0]}"))
     run_file = Binder(catalogue).run_file(draft)
     if check:
         rules.check(run_file, catalogue)
@@ -64,9 +62,8 @@ def from_tree(
     """The run file of a resolved tree, under command-line values (a resume). No preset is expanded again and no
     extension asked again. `origins` are those of the tree; where absent, each value's is `resolved`."""
     catalogue = catalogue or scan()
-    draft = expand(wrap(tree, "resolved", origins or {}))
-    for commands in read_overrides(overrides):
-        draft = merge(draft, expand(wrap(commands, "command line")))
+    commands = [layer(tree, "command line") for tree in read_overrides(overrides)]
+    draft = reduce(merge, [layer(tree, "resolved", origins), *commands])
     run_file = Binder(catalogue).run_file(draft)
     rules.check(run_file, catalogue)
     return run_file
@@ -76,3 +73,51 @@ def reload(run_dir: Path, overrides: Sequence[str] = (), *, catalogue: Catalogue
     """What a run was started with, from its `resolved.yaml`, under command-line values: `from_tree` with origins."""
     file = run_dir / "resolved.yaml"
     return from_tree(read_yaml(file), catalogue, read_origins(file), overrides)
+
+
+def _with_presets(draft: Tree, catalogue: Catalogue, prefix: str = "") -> Tree:
+    """The draft with every policy's preset expanded beneath what the file says."""
+    draft = dict(draft)
+    if isinstance(section := draft.get("algorithm"), dict):
+        draft["algorithm"] = _over_preset(section, f"{prefix}algorithm", catalogue, ())
+    if policies := sections(draft, "policies"):
+        full = {name: _with_presets(policy, catalogue, f"policies.{name}.") for name, policy in policies.items()}
+        draft["policies"] = {**draft["policies"], **full}
+    return draft
+
+
+def _over_preset(section: Tree, path: str, catalogue: Catalogue, above: tuple[str, ...]) -> Tree:
+    """`section` over what its preset resolves to; a preset may name another one that it builds on."""
+    name = use_of(section)
+    if name is None:
+        return section
+    if name in above:
+        raise ConfigError(f"{path}: presets build on each other in a circle: {', '.join(above)}", fix="use another")
+    provider = catalogue.load("algorithm", name).provider
+    options = {k: unwrap(v) for k, v in section.items() if k not in ALGORITHM_KEYS}
+    no_context: Any = None  # a preset is a pure function of its options
+    built = provider.build(bind(provider.config, options, path, also=sorted(ALGORITHM_KEYS)), no_context)
+    stray = [k for k in built if k not in ALGORITHM_KEYS] if isinstance(built, Mapping) else ["no mapping"]
+    if stray:
+        raise PluginContractError(
+            f"the preset {name!r} gives {', '.join(map(repr, stray))}; a preset gives a mapping of `algorithm` keys",
+            fix=f"give only: {', '.join(sorted(ALGORITHM_KEYS))}",
+        )
+    below = layer(built, f"preset {name}", path=("algorithm",))
+    below = _over_preset(below, path, catalogue, (*above, name))
+    below.pop("use", None)
+    return merge(below, section, ("algorithm",), keep_core=False)
+
+
+def _on_config(draft: Tree, name: str, catalogue: Catalogue) -> Mapping[str, Any]:
+    """What the extension `name` changes. It is built in the controller, before there is a run file."""
+    part = Binder(catalogue).part(("extensions", name), sections(draft, "extensions")[name])
+    unready: Any = None
+    context = BuildContext(place=Place.CONTROLLER, name=name, run=unready)
+    extension = catalogue.load("extension", part.use).provider.build(part.options, context)
+    changes = extension.on_config(unwrap(draft)) if hasattr(extension, "on_config") else {}
+    if not isinstance(changes, Mapping):
+        raise PluginContractError(
+            f"on_config of extension {name!r} returned a {type(changes).__name__}", fix="return a mapping of changes"
+        )
+    return changes

@@ -13,26 +13,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from miles_core.config.binding import fields_of, show
-from miles_core.config.schema import PART_FIELDS, AlgorithmKeys, BackendKeys, EngineKeys, EnvKeys, ModelKeys, SyncKeys
+from miles_core.config.binding import fields_of, join, show
+from miles_core.config.schema import PART_FIELDS, SECTIONS, AlgorithmKeys, TermKeys
 from miles_core.errors import ConfigError, ConfigTypeError
 
 #: Sections that hold one part, and sections that are ordered maps of parts: section -> kind.
 SINGULAR = {
     **{"backend": "backend", "sync": "sync", "launcher": "launcher", "rollout": "rollout"},
-    **{"model": "model", "renderer": "renderer", "env": "env"},
+    **{"model": "model", "renderer": "renderer", "env": "env", "algorithm": "algorithm"},
 }
 PLURAL = {"engines": "rollout", "envs": "env", "trackers": "tracker", "scorers": "scorer", "extensions": "extension"}
 
-#: What core owns of a part's section, by kind (terms: see `compose`).
-CORE_KEYS: dict[str, type] = {
-    **{"rollout": EngineKeys, "backend": BackendKeys, "sync": SyncKeys, "env": EnvKeys, "model": ModelKeys},
-}
+#: What core owns of a part's section, by kind.
+CORE_KEYS = {kind: SECTIONS[kind] for kind in ("rollout", "backend", "sync", "env", "model")} | {"term": TermKeys}
 #: Keys that core owns of `algorithm`.
 ALGORITHM_KEYS = frozenset({"use", *PART_FIELDS, *fields_of(AlgorithmKeys)})
 
-
 _NAME = re.compile(r"[A-Za-z0-9_][\w-]*")
+
+At = tuple[str, ...]  # the keys on the way to a value
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,7 @@ Tree = dict[str, Any]  # str -> Tree | Leaf
 def wrap(value: Any, origin: str, origins: Mapping[str, str] | None = None, path: str = "") -> Any:
     """Plain data as a tree of leaves; `origins` by dotted path, where known, instead of `origin`."""
     if isinstance(value, Mapping) and value:
-        return {str(k): wrap(v, origin, origins, f"{path}.{k}" if path else str(k)) for k, v in value.items()}
+        return {str(k): wrap(v, origin, origins, join(path, str(k))) for k, v in value.items()}
     return Leaf({} if isinstance(value, Mapping) else value, (origins or {}).get(path, origin))
 
 
@@ -62,120 +61,107 @@ def origins_of(tree: Any, path: str = "") -> dict[str, str]:
     """Origin of every leaf by dotted path."""
     if isinstance(tree, Leaf):
         return {path: tree.origin}
-    return {p: o for k, v in tree.items() for p, o in origins_of(v, f"{path}.{k}" if path else k).items()}
+    return {p: origin for k, v in tree.items() for p, origin in origins_of(v, join(path, k)).items()}
 
 
-def part_at(path: tuple[str, ...]) -> str | None:
-    """The kind of the part that stands at `path` (`algorithm` for the section itself, `part` inside it), or `None`."""
-    if len(path) > 2 and path[0] == "policies":
-        path = path[2:]
-    if len(path) == 1:
-        return "algorithm" if path[0] == "algorithm" else SINGULAR.get(path[0])
-    if len(path) == 2 and path[0] in PLURAL:
-        return PLURAL[path[0]]
-    if path[0] == "algorithm" and len(path) > 1 and path[1] in PART_FIELDS:
-        return "part" if len(path) == (3 if PART_FIELDS[path[1]][1] else 2) else None
-    return None
+def sections(tree: Tree, key: str) -> dict[str, Tree]:
+    """The sections of the map `key`, without those that are set to `null`."""
+    found = tree.get(key)
+    return {name: s for name, s in found.items() if isinstance(s, dict)} if isinstance(found, dict) else {}
 
 
-def owned_by_core(kind: str) -> frozenset[str]:
-    """Keys that survive a change of plugin."""
-    if kind == "algorithm":
-        return ALGORITHM_KEYS
-    if kind == "part":
-        return frozenset({"coef"})
-    return frozenset(fields_of(CORE_KEYS[kind])) if kind in CORE_KEYS else frozenset()
+def use_of(section: Tree) -> str | None:
+    """The plugin that a part's section names."""
+    use = section.get("use")
+    return use.value if isinstance(use, Leaf) else None
 
 
-def expand(tree: Tree, path: tuple[str, ...] = ()) -> Tree:
-    """Bare strings where a part stands become `use:` (`loss: clip`)."""
+def _in_policy(path: At) -> At:
+    return path[2:] if len(path) > 2 and path[0] == "policies" else path
+
+
+def kinds_at(path: At) -> tuple[str, ...]:
+    """The kinds of plugin that may stand at `path`; empty where no part stands."""
+    match _in_policy(path):
+        case (section,) if section in SINGULAR:
+            return (SINGULAR[section],)
+        case (section, _) if section in PLURAL:
+            return (PLURAL[section],)
+        case ("algorithm", field, *name) if field in PART_FIELDS and len(name) == PART_FIELDS[field][1]:
+            return PART_FIELDS[field][0]
+    return ()
+
+
+def is_map(path: At) -> bool:
+    """Whether what stands at `path` is an ordered map of sections, whose keys are names."""
+    match _in_policy(path):
+        case (section,):
+            return section in PLURAL or section in ("policies", "roles")
+        case ("algorithm", field):
+            return field in PART_FIELDS and PART_FIELDS[field][1]
+    return False
+
+
+def layer(values: Any, origin: str, origins: Mapping[str, str] | None = None, path: At = ()) -> Tree:
+    """One layer of the run file, or of its section at `path`, from plain data."""
+    tree = wrap(values, origin, origins)
+    return expand(tree, path) if isinstance(tree, dict) else {}
+
+
+def expand(tree: Tree, path: At = ()) -> Tree:
+    """The tree with every section in full: `loss: clip` becomes `loss: {use: clip}`.
+
+    Raises `ConfigTypeError` where another value stands in place of a section, `ConfigError` for a strange name.
+    """
     out: Tree = {}
     for key, value in tree.items():
         at = (*path, key)
+        if is_map(path) and not _NAME.fullmatch(key):
+            raise ConfigError(f"{'.'.join(path)}.{key!r} is no instance name", fix="use letters, digits, _ and -")
+        if key == "use" and kinds_at(path) and not isinstance(found := unwrap(value), str | None):
+            raise ConfigTypeError(f"{'.'.join(at)} is {show(found)}; it must be a plugin's name", fix="name one plugin")
         if isinstance(value, dict):
             out[key] = expand(value, at)
-        elif part_at(at) and isinstance(value.value, str):
-            out[key] = {"use": value}
-        elif part_at(at) and value.value == {}:
-            out[key] = {}
-        else:
+        elif value.value is None or not _is_section(at):
             out[key] = value
+        elif value.value == {}:
+            out[key] = {}
+        elif kinds_at(at) and isinstance(value.value, str):
+            out[key] = {"use": value}
+        else:
+            wanted, example = (" from names to sections", "name: {…}") if is_map(at) else ("", "key: value")
+            raise ConfigTypeError(
+                f"{'.'.join(at)} is {show(value.value)}; it must be a mapping{wanted}",
+                fix=f"write {'.'.join(at)}: {{{example}}}",
+            )
     return out
 
 
-def merge(low: Tree, high: Tree, path: tuple[str, ...] = (), *, keep_core: bool = True) -> Tree:
+def _is_section(path: At) -> bool:
+    plain = _in_policy(path) in [("run",), ("eval",), ("schedule",), ("optimizer",)]
+    return plain or bool(kinds_at(path)) or is_map(path) or is_map(path[:-1])
+
+
+def merge(low: Tree, high: Tree, path: At = (), *, keep_core: bool = True) -> Tree:
     """`high` over `low`. `keep_core`: a change of plugin keeps core's keys of the lower layer (not over a preset)."""
     out = dict(low)
     for key, value in high.items():
         at, below = (*path, key), low.get(key)
         if not isinstance(value, dict):
             out[key] = value
-        elif not isinstance(below, dict):
-            out[key] = merge({}, value, at, keep_core=keep_core)
-        else:
-            kind, old = part_at(at), _plugin(below, key if _named_by_key(at) else None)
-            if kind and old is not None and _plugin(value, old) != old:
-                kept = owned_by_core(kind) if keep_core else frozenset()
-                below = {k: v for k, v in below.items() if k in kept}
-            out[key] = merge(below, value, at, keep_core=keep_core)
+            continue
+        if not isinstance(below, dict):
+            below = {}
+        old = use_of(below) or (key if is_map(path) else None)
+        if kinds_at(at) and old is not None and (use_of(value) or old) != old:
+            kept = _owned_by_core(kinds_at(at)) if keep_core else frozenset()
+            below = {k: v for k, v in below.items() if k in kept}
+        out[key] = merge(below, value, at, keep_core=keep_core)
     return out
 
 
-def _plugin(section: Tree, default: str | None) -> Any:
-    use = section.get("use")
-    return use.value if isinstance(use, Leaf) else default
-
-
-def _named_by_key(path: tuple[str, ...]) -> bool:
-    """Whether the part at `path` is an instance of an ordered map, whose `use` defaults to its key."""
-    return len(path) > 1 and (path[-2] in PLURAL or PART_FIELDS.get(path[-2], ((), False))[1])
-
-
-def instances(tree: Tree, key: str) -> dict[str, Tree]:
-    """Instances of a plural section; those set to `null` are removed."""
-    section = tree.get(key, {})
-    if isinstance(section, Leaf):
-        if section.value not in ({}, None):
-            raise ConfigTypeError(
-                f"{key} is {show(section.value)}; it must be a mapping from names to sections",
-                fix=f"write {key}: {{name: {{use: plugin}}}}",
-            )
-        return {}
-    for name, instance in section.items():
-        if not _NAME.fullmatch(name):
-            raise ConfigError(f"{key}.{name!r} is no instance name", fix="use letters, digits, _ and -")
-        if isinstance(instance, Leaf) and instance.value is not None:
-            raise ConfigTypeError(
-                f"{key}.{name} is {show(instance.value)}; it must be a mapping, or null to remove it",
-                fix=f"write {key}: {{{name}: {{use: plugin}}}}",
-            )
-    return {name: instance for name, instance in section.items() if isinstance(instance, dict)}
-
-
-def removed(tree: Tree, key: str) -> list[str]:
-    """Instances of a plural section that are set to `null`."""
-    section = tree.get(key)
-    return (
-        [n for n, i in section.items() if isinstance(i, Leaf) and i.value is None] if isinstance(section, dict) else []
-    )
-
-
-def section_at(tree: Tree, key: str, path: str) -> Tree | None:
-    """A singular section; `None` where absent or `null`."""
-    section = tree.get(key)
-    if isinstance(section, Leaf):
-        if section.value not in ({}, None):
-            raise ConfigTypeError(
-                f"{path} is {show(section.value)}; it must be a mapping", fix=f"write {path}: {{key: value}}"
-            )
-        return None if section.value is None else {}
-    return section
-
-
-def chosen(section: Tree, path: str) -> str | None:
-    use = section.get("use")
-    if use is None or (isinstance(use, Leaf) and use.value is None):
-        return None
-    if not isinstance(use, Leaf) or not isinstance(use.value, str):
-        raise ConfigTypeError(f"{path}.use is {show(unwrap(use))}; it must be a plugin's name", fix="name one plugin")
-    return use.value
+def _owned_by_core(kinds: tuple[str, ...]) -> frozenset[str]:
+    """Keys that survive a change of plugin."""
+    if kinds == ("algorithm",):
+        return ALGORITHM_KEYS
+    return frozenset(key for kind in kinds if kind in CORE_KEYS for key in fields_of(CORE_KEYS[kind]))

@@ -118,6 +118,13 @@ class RoleConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PolicyKeys:
+    """What core owns of each entry of `policies`, beside the sections of a policy."""
+
+    share: int = opt(1, "turns of the policy in a round of the loop", low=1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelKeys:
     """What core owns of `model`."""
 
@@ -205,13 +212,15 @@ FIELD_OF_PROVIDER = {"penalties": "penalty", "corrections": "correction", "filte
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One chosen plugin: instance `name`, provider `use` of `kind`, `core` keys and the plugin's own `options`."""
+    """One chosen plugin: instance `name`, provider `use` of `kind`, `core` keys and the plugin's own `options`; `at` is
+    the dotted path at which it stands in the run file."""
 
     kind: str
     name: str
     use: str
     options: Any
     core: Any = None
+    at: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,7 +241,7 @@ class Algorithm:
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """One entry of `policies`, or the singular sections as policy `main`."""
+    """One entry of `policies` (`at` is its dotted path), or the singular sections as policy `main` (`at` is empty)."""
 
     name: str
     share: int
@@ -242,6 +251,7 @@ class Policy:
     algorithm: Algorithm
     schedule: ScheduleConfig
     roles: Mapping[str, RoleConfig]  # always holds `actor`
+    at: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ class Journal:
         self._fd: int | None = None
         self._offset = 0
         self.broken: str = ""
-        try:
+        with self._guarded("opened"):
             folder.mkdir(parents=True, exist_ok=True)
             segments = segments_of(folder)
             if segments:
@@ -73,14 +74,8 @@ class Journal:
                 good = _good_prefix(segments[-1], data)
                 if good < len(data):
                     self._files.truncate(segments[-1], good)
-            self._segment = len(segments) - 1
-        except OSError as error:
-            raise self._failed("opened", error) from error
-        try:
-            self._next_segment()
-        except JournalError:
-            self.close()
-            raise
+        self._segment = len(segments) - 1
+        self._next_segment()
 
     def position(self) -> Position:
         """Where the next frame will stand."""
@@ -88,7 +83,7 @@ class Journal:
 
     def append(self, kind: str, fields: Mapping[str, Any], blocks: Sequence[bytes] = ()) -> Position:
         """Write one frame and return where it stands. `fields` is JSON and becomes the header, behind `kind`."""
-        if self._fd is None or self.broken:
+        if self._fd is None:
             raise JournalError(
                 f"the journal {self.folder} takes no more records: {self.broken or 'it is closed'}",
                 fix="solve that, then go on with `miles run --resume`",
@@ -103,15 +98,13 @@ class Journal:
         payload = b"".join((_HEADER_LENGTH.pack(len(text)), text, *blocks))
         prefix = _PREFIX.pack(len(payload), xxhash.xxh3_64_intdigest(payload, seed=len(payload)))
         at = self._segment, self._offset
-        try:
-            self._files.write(self._fd, (prefix, payload))
-        except OSError as error:
-            failure = self._failed("written", error)
+        with self._guarded("written"):
             try:
-                self._files.truncate(self._path(), self._offset)
+                self._files.write(self._fd, (prefix, payload))
             except OSError:
-                pass  # the torn frame stays and is cut off by whoever opens the journal next
-            raise failure from error
+                with suppress(OSError):  # a torn frame that stays is cut off by whoever opens the journal next
+                    self._files.truncate(self._path(), self._offset)
+                raise
         self._offset += len(prefix) + len(payload)
         if self._offset >= self._segment_bytes:
             self._next_segment()
@@ -120,47 +113,43 @@ class Journal:
     def sync(self) -> None:
         """Make all that was written survive the machine."""
         if self._fd is not None:
-            try:
+            with self._guarded("synced"):
                 self._files.sync(self._fd)
-            except OSError as error:
-                raise self._failed("synced", error) from error
 
     def close(self) -> None:
         """Sync and close; does nothing the second time."""
-        if self._fd is None:
-            return
-        fd, self._fd = self._fd, None
-        try:
-            if not self.broken:
-                self._files.sync(fd)
-        except OSError as error:
-            raise self._failed("synced", error) from error
-        finally:
-            self._files.close(fd)
+        self.sync()
+        if self._fd is not None:
+            self._files.close(self._fd)
+            self._fd = None
 
     def _next_segment(self) -> None:
-        try:
-            if self._fd is not None:
-                self._files.sync(self._fd)
-                self._files.close(self._fd)
-                self._fd = None
-            self._segment += 1
-            self._offset = 0
+        self.close()
+        self._segment += 1
+        self._offset = 0
+        with self._guarded("extended"):
             self._fd = self._files.create(self._path())
             self._files.sync_folder(self.folder)
-        except OSError as error:
-            raise self._failed("extended", error) from error
         self.append("segment", {"format": FORMAT, "segment": self._segment})
 
     def _path(self) -> Path:
         return self.folder / f"{self._segment:06d}.frames"
 
-    def _failed(self, what: str, error: OSError) -> JournalError:
-        self.broken = f"it could not be {what}: {error}"
-        return JournalError(
-            f"the journal {self.folder} could not be {what}: {error}",
-            fix="free space or repair the file system there, then go on with `miles run --resume`",
-        )
+    @contextmanager
+    def _guarded(self, what: str) -> Iterator[None]:
+        """A disk that fails in here ends the writing: the file is closed, and later records are refused."""
+        try:
+            yield
+        except OSError as error:
+            self.broken = f"it could not be {what}: {error}"
+            if self._fd is not None:
+                with suppress(OSError):
+                    self._files.close(self._fd)
+                self._fd = None
+            raise JournalError(
+                f"the journal {self.folder} could not be {what}: {error}",
+                fix="free space or repair the file system there, then go on with `miles run --resume`",
+            ) from error
 
 
 def segments_of(folder: Path) -> list[Path]:
@@ -179,19 +168,13 @@ def read(folder: Path, start: Position = (0, 0)) -> Iterator[Frame]:
     """All frames from `start` on, each verified. A torn tail ends the reading; corruption raises `JournalError`."""
     segments = segments_of(folder)
     if start[0] > len(segments) or (start[0] == len(segments) and start[1] > 0):
-        raise JournalError(
-            f"the journal {folder} ends before segment {start[0]}, which a checkpoint names",
-            fix="restore the journal that belongs to this checkpoint",
-        )
+        raise _missing(f"the journal {folder} ends before segment {start[0]}, which a checkpoint names")
     for number in range(start[0], len(segments)):
         path = segments[number]
         data = path.read_bytes()
         offset = start[1] if number == start[0] else 0
         if offset > len(data):
-            raise JournalError(
-                f"{path} ends at byte {len(data)}, a checkpoint names byte {offset} of it",
-                fix="restore the journal that belongs to this checkpoint",
-            )
+            raise _missing(f"{path} ends at byte {len(data)}, a checkpoint names byte {offset} of it")
         view = memoryview(data)
         while offset < len(data):
             size = _frame_at(view, offset)
@@ -200,13 +183,13 @@ def read(folder: Path, start: Position = (0, 0)) -> Iterator[Frame]:
                     raise _corrupt(path, offset)
                 _good_prefix(path, data, offset)
                 return
-            payload = view[offset + _PREFIX.size : offset + size]
-            (length,) = _HEADER_LENGTH.unpack_from(payload)
-            body = payload[_HEADER_LENGTH.size :]
-            header = json.loads(bytes(body[:length]))
-            if header["kind"] == "segment":
-                _check_format(path, header)
-            yield Frame(position=(number, offset), header=header, body=body[length:])
+            frame = _parsed(view[offset : offset + size], (number, offset))
+            if frame.kind == "segment" and frame.header.get("format") != FORMAT:
+                raise JournalError(
+                    f"{path} has journal format {frame.header.get('format')}, this miles reads {FORMAT}",
+                    fix="resume with the version of miles-core that wrote it (plugins.lock names it)",
+                )
+            yield frame
             offset += size
 
 
@@ -224,8 +207,12 @@ def read_one(folder: Path, position: Position) -> Frame:
     view = memoryview(data)
     if _frame_at(view, 0) != len(data):
         raise _corrupt(path, position[1])
-    body = view[_PREFIX.size + _HEADER_LENGTH.size :]
-    (length,) = _HEADER_LENGTH.unpack_from(view, _PREFIX.size)
+    return _parsed(view, position)
+
+
+def _parsed(frame: memoryview, position: Position) -> Frame:
+    (length,) = _HEADER_LENGTH.unpack_from(frame, _PREFIX.size)
+    body = frame[_PREFIX.size + _HEADER_LENGTH.size :]
     return Frame(position=position, header=json.loads(bytes(body[:length])), body=body[length:])
 
 
@@ -271,9 +258,5 @@ def _corrupt(path: Path, offset: int) -> JournalError:
     )
 
 
-def _check_format(path: Path, header: Mapping[str, Any]) -> None:
-    if header.get("format") != FORMAT:
-        raise JournalError(
-            f"{path} has journal format {header.get('format')}, this miles reads {FORMAT}",
-            fix="resume with the version of miles-core that wrote it (plugins.lock names it)",
-        )
+def _missing(what: str) -> JournalError:
+    return JournalError(what, fix="restore the journal that belongs to this checkpoint")

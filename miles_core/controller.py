@@ -7,10 +7,12 @@ the run directory made. `Controller.run` hands everything to the one loop (`sche
 from __future__ import annotations
 
 import asyncio
+import inspect
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,24 +25,22 @@ from miles_core.errors import (
     CombinationError,
     MilesError,
     PluginLoadError,
-    TrackerError,
     blamed,
     clause,
 )
 from miles_core.feed import TaskFeed
-from miles_core.learner import Learner
+from miles_core.learner import Learner, with_finite
 from miles_core.pool import Pool
-from miles_core.prepare import Prepared, build_renderer
+from miles_core.prepare import Prepared, sampling_of, sampling_policies
 from miles_core.provider import Place
 from miles_core.publish import Publisher, Publishers
-from miles_core.records import Group, Metric, Sampling, Task, group_id
-from miles_core.rollouts import write_samples
+from miles_core.records import Group, Metric, Task, group_id
+from miles_core.rollouts import Rollouts
 from miles_core.sampler import RemoteSampler, Sampler, SamplerEndpoint, SamplingPolicy, demonstrations
 from miles_core.schedule import Loop, PolicySetup, RunResult
-from miles_core.wiring import Wiring, check_roles, column_specs, sources_from_plain, sources_to_plain, wire
+from miles_core.wiring import Wiring, sources_from_plain, sources_to_plain, wire
 
 if TYPE_CHECKING:
-    from miles_core.columns import ColumnSpec
     from miles_core.config.schema import Policy, RunFile
     from miles_core.contracts.engine import Engine
     from miles_core.contracts.launcher import Tracker, Workers
@@ -100,8 +100,10 @@ class _EvaluationLoss:
             for _, task in self.tasks
         ]
         batch = collate(self.sampling.name, step, groups, self.sampling.columns)
-        logprobs = (await self.trainer.score(batch, (Output(name="logprobs"),)))["proximal_logprobs"]
-        return {"eval/loss": (-float(logprobs[batch.kept].sum(dtype="float64")), float(batch.kept.sum()))}
+        scored = await self.trainer.score(batch, (Output(name="logprobs"),))
+        column = "proximal_logprobs"
+        logprobs = with_finite(batch, {column: scored[column]}, (), "the evaluation").columns[column][batch.kept]
+        return {"eval/loss": (-float(logprobs.sum(dtype="float64")), float(len(logprobs)))}
 
 
 @dataclass
@@ -128,71 +130,55 @@ class _Checkpoints:
 
 
 @dataclass
-class _Rollouts:
-    """Readable samples, decoded by the policy's renderer."""
-
-    folder: Path
-    renderers: Mapping[str, Any]
-
-    def write(self, policy: str, step: int, split: str, groups: Sequence[Group]) -> None:
-        with blamed(f"samples of step {step} could not be written to {self.folder}", TrackerError, GO_ON):
-            write_samples(self.folder, split, step, groups, self.renderers[policy].text)
-
-
-@dataclass
 class Controller:
     """Everything of one run in the controller's process. Make one with `open`, close it with `close`."""
 
     prepared: Prepared
-    launcher: Any
     trainer: Workers
     learners: Mapping[str, Learner]
-    pool: Pool | None
     publishers: Publishers | None
     sampler: Sampler | RemoteSampler
-    _closers: list[Any] = field(default_factory=list)
+    _parts: list[Any]  # in the order in which they were made: what `close` closes
 
     @staticmethod
     async def open(prepared: Prepared, on_event: Callable[[str, Mapping[str, Any]], None]) -> Controller:
         """Start trainer and engines and connect them; nothing is written to disk."""
         wiring, run = prepared.wiring, prepared.wiring.run
-        closers: list[Any] = []
+        parts: list[Any] = []
         try:
             launcher = wiring.build(run.launcher, Place.CONTROLLER)
-            closers.append(launcher)
-            payload = {
-                "tree": run.tree,
-                "lock": prepared.lock,
-                "run_dir": str(wiring.run_dir),
-                "sources": sources_to_plain(prepared.sources),
-            }
-            trainer = await launcher.start(
-                WorkerSpec(
-                    place=Place.TRAINER,
-                    factory="miles_core.wiring:trainer_worker",
-                    count=run.backend.core.ranks,
-                    payload=payload,
-                    threads=run.run.threads,
-                    gpus=run.backend.core.gpus_per_rank,
-                )
+            parts.append(launcher)
+            base = WorkerSpec(
+                place=Place.TRAINER,
+                factory="miles_core.wiring:trainer_worker",
+                count=run.backend.core.ranks,
+                payload={
+                    "tree": run.tree,
+                    "lock": prepared.lock,
+                    "run_dir": str(wiring.run_dir),
+                    "sources": sources_to_plain(prepared.sources),
+                },
+                threads=run.run.threads,
+                gpus=run.backend.core.gpus_per_rank,
             )
+            trainer = await launcher.start(base)
             learners = {p.name: await _learner(prepared, p, trainer) for p in run.policies.values()}
-            engines = build_engines(wiring, prepared.sources, prepared.renderers, Place.CONTROLLER)
-            pool = Pool(engines, on_event=on_event) if engines else None
-            if pool is not None:
-                closers.append(pool)
+            pool = publishers = remote = None
+            if run.engines:
+                pool = _pool(wiring, prepared.sources, prepared.sampling, Place.CONTROLLER, on_event=on_event)
+                parts.append(pool)
                 await pool.start(START_TIMEOUT_S)
-            sampler = await _sampler(prepared, launcher, pool, payload)
-            closers.append(sampler)
-            publishers = None
+                remote = await _remote_sampler(run, launcher, pool, base)
+            sampler = remote or _sampler(wiring, prepared.sampling, prepared.extensions, pool, Place.CONTROLLER)
+            parts.append(sampler)
             if pool is not None and run.sync is not None:
-                follow = sampler.follow if isinstance(sampler, RemoteSampler) else None
+                follow = None if remote is None else remote.follow
                 publishers = _publishers(prepared, trainer, pool, on_event, follow)
-                closers.append(publishers)
-            return Controller(prepared, launcher, trainer, learners, pool, publishers, sampler, closers)
+                parts.append(publishers)
+            return Controller(prepared, trainer, learners, publishers, sampler, parts)
         except BaseException as error:
             with suppress(Exception):  # what failed first is the better news
-                await _close(closers)
+                await _close_all(wiring.closers())
             if isinstance(error, Exception) and not isinstance(error, MilesError):
                 raise PluginLoadError(f"trainer and engines cannot be started: {clause(error)}", fix=SHOW) from error
             raise
@@ -212,21 +198,23 @@ class Controller:
             evaluation=run.eval,
             trackers=trackers,
             observers=self.prepared.wiring.catalogue.pm.hook,
-            rollouts=_Rollouts(run_dir.path / "rollouts", self.prepared.renderers),
+            rollouts=Rollouts(
+                run_dir.path / "rollouts", {name: p.renderer.text for name, p in self.prepared.sampling.items()}
+            ),
         )
         return await loop.run()
 
     def _setup(self, policy: Policy) -> PolicySetup:
         run, name = self.prepared.wiring.run, policy.name
         sampling = sampling_of(run)
-        shown, tasks = policy.algorithm.keys.episodes == "demonstrations", self._tasks(policy)
-        evaluation = None
-        if sampling is not None and run.eval.every is not None:
-            evaluation = Sampling(
-                max_new_tokens=sampling.max_new_tokens,
-                temperature=run.eval.temperature,
-                stop=sampling.stop,
-            )
+        shown = policy.algorithm.keys.episodes == "demonstrations"
+        tasks = self._tasks(policy)
+        eval_sampling = evaluate = None
+        if run.eval.every is not None and sampling is not None:
+            eval_sampling = replace(sampling, temperature=run.eval.temperature, top_p=1.0, top_k=0)
+        elif run.eval.every is not None and shown:
+            held_out = tasks.evaluation(run.eval.tasks)
+            evaluate = _EvaluationLoss(self.prepared.sampling[name], held_out, _Trainer(self.trainer))
         return PolicySetup(
             name=name,
             schedule=policy.schedule,
@@ -235,34 +223,30 @@ class Controller:
             share=policy.share,
             filters=self.prepared.filters[name],
             sampling=None if shown else sampling,
-            eval_sampling=evaluation,
-            evaluate=self._loss(policy, tasks) if shown and sampling is None and run.eval.every is not None else None,
+            eval_sampling=eval_sampling,
+            evaluate=evaluate,
         )
 
-    def _loss(self, policy: Policy, tasks: TaskFeed) -> _EvaluationLoss:
-        prepared, wiring = self.prepared, self.prepared.wiring
-        sampling = _sampling_policies(wiring, prepared.renderers, prepared.envs, prepared.columns)[policy.name]
-        return _EvaluationLoss(sampling, tasks.evaluation(wiring.run.eval.tasks), _Trainer(self.trainer))
-
     def _tasks(self, policy: Policy) -> TaskFeed:
-        envs = self.prepared.envs[policy.name]
-        evaluated = {key: env for key, env in envs.items() if "eval" in env.task_splits}
+        envs = self.prepared.sampling[policy.name].envs
         return TaskFeed(
             {key: env.tasks("train") for key, env in envs.items()},
-            {key: env.tasks("eval") for key, env in evaluated.items()},
+            {key: env.tasks("eval") for key, env in envs.items() if "eval" in env.task_splits},
             {key: part.core.weight for key, part in policy.envs.items()},
         )
 
     async def close(self) -> None:
-        await _close(self._closers)
+        await _close_all(part.close for part in reversed(self._parts))
 
 
-async def _close(closers: list[Any]) -> None:
-    """Close in reverse order; every one is closed, the first failure surfaces."""
+async def _close_all(closers: Iterable[Callable[[], Any]]) -> None:
+    """Every one is closed, the first failure surfaces."""
     errors = []
-    while closers:
+    for close in closers:
         try:
-            await asyncio.wait_for(closers.pop().close(), CLOSE_TIMEOUT_S)
+            closing = close()
+            if inspect.isawaitable(closing):
+                await asyncio.wait_for(closing, CLOSE_TIMEOUT_S)
         except Exception as error:
             errors.append(error)
     if errors:
@@ -271,42 +255,29 @@ async def _close(closers: list[Any]) -> None:
 
 async def _learner(prepared: Prepared, policy: Policy, trainer: Workers) -> Learner:
     terms = (await trainer.call("declare", policy.name, timeout_s=START_TIMEOUT_S))[0]
-    stages = prepared.stages[policy.name]
-    check_roles(policy, terms, stages)
     run = prepared.wiring.run
+    sampling = sampling_of(run)
     return Learner(
         policy,
         run.run.seed,
-        stages,
+        prepared.stages[policy.name],
         terms,
         _Trainer(trainer),
-        prepared.columns[policy.name],
-        max_new_tokens=None if not run.engines else sampling_of(run).max_new_tokens,  # type: ignore[union-attr]
+        prepared.sampling[policy.name].columns,
+        max_new_tokens=None if sampling is None else sampling.max_new_tokens,
     )
 
 
-def sampling_of(run: RunFile) -> Sampling | None:
-    """Sampling parameters of training: those of the first engine section; `None` where nothing samples."""
-    for part in run.engines.values():
-        keys = part.core
-        return Sampling(
-            max_new_tokens=keys.max_new_tokens,
-            temperature=keys.temperature,
-            top_p=keys.top_p,
-            top_k=keys.top_k or 0,
-            stop=tuple(keys.stop),
-        )
-    return None
-
-
-def build_engines(
+def _pool(
     wiring: Wiring,
     sources: Sources,
-    renderers: Mapping[str, Any],
+    policies: Mapping[str, SamplingPolicy],
     place: Place,
+    *,
     addresses: Mapping[str, str] | None = None,
-) -> dict[str, Engine]:
-    """Engines (or their clients, in samplers) by name. An engine that serves several policies offers `policies`."""
+    on_event: Callable[[str, Mapping[str, Any]], None] | None = None,
+) -> Pool:
+    """A pool of the engines (of their clients, in samplers). One that serves several policies offers `policies`."""
     run = wiring.run
     first = next(iter(run.policies))
     engines: dict[str, Engine] = {}
@@ -324,10 +295,10 @@ def build_engines(
                 place,
                 policy=first,
                 model=sources[first]["actor"],
-                renderer=renderers[first],
+                renderer=policies[first].renderer,
                 address=(addresses or {}).get(name, ""),
             )
-    return engines
+    return Pool(engines, on_event=on_event)
 
 
 def _publishers(
@@ -337,21 +308,20 @@ def _publishers(
     on_event: Callable[[str, Mapping[str, Any]], None],
     follow: Callable[[Mapping[str, Any]], Any] | None,
 ) -> Publishers:
-    wiring, run = prepared.wiring, prepared.wiring.run
-    assert run.sync is not None
+    wiring, sync = prepared.wiring, prepared.wiring.run.sync
+    assert sync is not None
     publishers = {}
-    for policy in run.policies.values():
-        name = policy.name
+    for name, policy in wiring.run.policies.items():
         links = {
-            key: wiring.build(run.sync, Place.ENGINE, policy=name, engine=engine, extensions=prepared.extensions)
+            key: wiring.build(sync, Place.ENGINE, policy=name, engine=engine, extensions=prepared.extensions)
             for key, engine in pool.engines.items()
         }
         publishers[name] = Publisher(
             pool,
-            wiring.build(run.sync, Place.CONTROLLER, policy=name),
+            wiring.build(sync, Place.CONTROLLER, policy=name),
             links,
             trainer,
-            run.sync.core,
+            sync.core,
             policy.schedule.on_update.value,
             policy=name,
             on_event=on_event,
@@ -360,58 +330,37 @@ def _publishers(
     return Publishers(publishers)
 
 
-def _sampling_policies(
-    wiring: Wiring,
-    renderers: Mapping[str, Any],
-    envs: Mapping[str, Mapping[str, Any]],
-    columns: Mapping[str, Mapping[str, ColumnSpec]],
-) -> dict[str, SamplingPolicy]:
-    sampling = sampling_of(wiring.run)
-    cut = sampling is not None and (sampling.top_p < 1 or sampling.top_k > 0)
-    return {
-        p.name: SamplingPolicy(
-            name=p.name,
-            renderer=renderers[p.name],
-            envs=envs[p.name],
-            want=frozenset({"keep_ids"} if cut else ()),
-            columns=columns[p.name],
-            deadline_s=p.schedule.episode_deadline_s,
-            rewarded=p.algorithm.keys.episodes == "sampled",
-        )
-        for p in wiring.run.policies.values()
-    }
-
-
-async def _sampler(
-    prepared: Prepared, launcher: Any, pool: Pool | None, payload: Mapping[str, Any]
-) -> Sampler | RemoteSampler:
-    wiring, run = prepared.wiring, prepared.wiring.run
-    processes = max(p.schedule.samplers for p in run.policies.values())
-    if processes == 0 or pool is None:
-        return Sampler(
-            _sampling_policies(wiring, prepared.renderers, prepared.envs, prepared.columns),
-            None if pool is None else pool.generate,
-            run_seed=run.run.seed,
-            scorers={key: wiring.build(part, Place.CONTROLLER) for key, part in run.scorers.items()},
-            extensions=prepared.extensions,
-            abort_requests=None if pool is None else pool.abort,
-        )
-    workers = await launcher.start(
-        WorkerSpec(
-            place=Place.SAMPLER,
-            factory="miles_core.controller:sampler_worker",
-            count=processes,
-            payload={**payload, "engines": engine_addresses(pool)},
-            threads=run.run.threads,
-        )
+def _sampler(
+    wiring: Wiring, policies: Mapping[str, SamplingPolicy], extensions: tuple[Any, ...], pool: Pool | None, place: Place
+) -> Sampler:
+    return Sampler(
+        policies,
+        None if pool is None else pool.generate,
+        run_seed=wiring.run.run.seed,
+        scorers={key: wiring.build(part, place) for key, part in wiring.run.scorers.items()},
+        extensions=extensions,
+        abort_requests=None if pool is None else pool.abort,
     )
+
+
+async def _remote_sampler(run: RunFile, launcher: Any, pool: Pool, trainer: WorkerSpec) -> RemoteSampler | None:
+    """Sampler processes, where a policy asks for them. They reach the engines that have an `address` of their own."""
+    schedules = [policy.schedule for policy in run.policies.values()]
+    processes = max(schedule.samplers for schedule in schedules)
+    if processes == 0:
+        return None
+    addresses = {name: str(getattr(engine, "address", "")) for name, engine in pool.engines.items()}
+    spec = replace(
+        trainer,
+        place=Place.SAMPLER,
+        factory="miles_core.controller:sampler_worker",
+        count=processes,
+        payload={**trainer.payload, "engines": addresses},
+        gpus=0,
+    )
+    workers = await launcher.start(spec)
     await workers.call("start", timeout_s=START_TIMEOUT_S)
-    return RemoteSampler(workers, deadline_s=max(p.schedule.episode_deadline_s for p in run.policies.values()))
-
-
-def engine_addresses(pool: Pool) -> dict[str, str]:
-    """Where each engine can be reached from another process, for engines that say so (`address`)."""
-    return {name: str(address) for name, engine in pool.engines.items() if (address := getattr(engine, "address", ""))}
+    return RemoteSampler(workers, deadline_s=max(schedule.episode_deadline_s for schedule in schedules))
 
 
 def sampler_worker(
@@ -426,32 +375,14 @@ def sampler_worker(
     engines: Mapping[str, str],
 ) -> SamplerEndpoint:
     """Factory named in the samplers' `WorkerSpec`: builds engine clients, environments and scorers of its own."""
-    wiring = wire(tree, lock, run_dir)
-    run, resolved = wiring.run, sources_from_plain(sources)
-    renderers = {
-        p.name: build_renderer(wiring, p, resolved[p.name]["actor"], Place.SAMPLER) for p in run.policies.values()
-    }
-    envs = {
-        p.name: {
-            key: wiring.build(part, Place.SAMPLER, policy=p.name, renderer=renderers[p.name])
-            for key, part in p.envs.items()
-        }
-        for p in run.policies.values()
-    }
-    extensions = wiring.extensions(Place.SAMPLER)
-    columns = {p.name: column_specs(wiring.stages(p), extensions) for p in run.policies.values()}
-    pool = Pool(build_engines(wiring, resolved, renderers, Place.SAMPLER, engines))
-    sampler = Sampler(
-        _sampling_policies(wiring, renderers, envs, columns),
-        pool.generate,
-        run_seed=run.run.seed,
-        scorers={key: wiring.build(part, Place.SAMPLER) for key, part in run.scorers.items()},
-        extensions=extensions,
-        abort_requests=pool.abort,
-    )
-    return SamplerEndpoint(sampler, pool)
-
-
-def describe_failure(error: BaseException) -> str:
-    """The error's code, or its class name: the status of a run that it ended."""
-    return error.code if isinstance(error, MilesError) else type(error).__name__
+    wiring, resolved = wire(tree, lock, run_dir), sources_from_plain(sources)
+    try:
+        extensions = wiring.extensions(Place.SAMPLER)
+        stages = {p.name: wiring.stages(p) for p in wiring.run.policies.values()}
+        policies = sampling_policies(wiring, resolved, stages, extensions, Place.SAMPLER)
+        pool = _pool(wiring, resolved, policies, Place.SAMPLER, addresses=engines)
+        return SamplerEndpoint(_sampler(wiring, policies, extensions, pool, Place.SAMPLER), pool)
+    except BaseException:
+        with suppress(Exception), ThreadPoolExecutor(1) as thread:  # a loop may be running in this one
+            thread.submit(asyncio.run, _close_all(wiring.closers())).result()
+        raise

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miles_core.compatibility import check_lock
-from miles_core.controller import Controller, describe_failure
+from miles_core.controller import Controller
 from miles_core.errors import JournalError, MilesError, ResumeError, StoppedError, blamed, met_late
 from miles_core.export import Exports
 from miles_core.journal import Journal
@@ -141,9 +141,10 @@ async def _drive(
             hooks.miles_on_run_start(info=info)
         result = await controller.run(run, ledger, trackers.trackers, stop)
     except BaseException as error:
+        status = type(error).__name__
         if isinstance(error, MilesError):
             met_late(error)
-        status = describe_failure(error)
+            status = error.code
         for end in (journal.close, lambda: hooks.miles_on_run_end(status=status), lambda: trackers.close(status)):
             with suppress(Exception):  # what stopped the run is the better news
                 end()
@@ -159,7 +160,7 @@ async def _drive(
 def _ledger(prepared: Prepared, journal: Journal, resume: Resume | None) -> Ledger:
     run_file = prepared.wiring.run
     schedules = {p.name: p.schedule for p in run_file.policies.values()}
-    large = {spec.name for specs in prepared.columns.values() for spec in specs.values() if spec.large}
+    large = {spec.name for specs in prepared.sampling.values() for spec in specs.columns.values() if spec.large}
     omit = frozenset(large if run_file.run.journal == "light" else ())
     if resume is None:
         return Ledger(journal, schedules, omit=omit)

@@ -156,7 +156,7 @@ class Learner:
             help = "scored at the start of the step"
             own = ColumnSpec(name=column, level=Level.UNIT, dtype="float32", help=help)
             specs.append(CORE_COLUMNS.get(column, own))
-        return _with_finite(batch, columns, specs, "the score pass")
+        return with_finite(batch, columns, specs, "the score pass")
 
     def _run_stages(self, batch: Batch, metrics: dict[str, Metric]) -> Batch:
         reward = batch.columns["reward"]
@@ -182,7 +182,7 @@ class Learner:
         trainable = batch.columns["trainable"]
         if weights := shared["correction_weight"]:
             weight = np.where(trainable, np.prod(weights, axis=0, dtype=np.float64), 0.0)
-            batch = _with_finite(batch, {"correction_weight": weight}, (), "the corrections")
+            batch = with_finite(batch, {"correction_weight": weight}, (), "the corrections")
         if shared["rejected"]:
             rejected = np.any(shared["rejected"], axis=0)
             batch = batch.with_columns({"rejected": rejected}, ())
@@ -212,7 +212,7 @@ class Learner:
         if "advantages" in columns:
             columns["advantages"] = np.where(batch.columns["trainable"], columns["advantages"], 0.0)
         own = {k: v for k, v in columns.items() if phase != "corrections" or k not in SHARED}
-        batch = _with_finite(batch, own, stage.gives, f"the stage {name!r}")
+        batch = with_finite(batch, own, stage.gives, f"the stage {name!r}")
         metrics |= {f"train/{name}/{key}": value for key, value in result.metrics.items()}
         return batch, columns
 
@@ -350,7 +350,7 @@ def _scored_name(output: Output) -> str:
     return "proximal_logprobs" if output.name == "logprobs" else output.name
 
 
-def _with_finite(batch: Batch, columns: Mapping[str, Array], specs: Iterable[ColumnSpec], by: str) -> Batch:
+def with_finite(batch: Batch, columns: Mapping[str, Array], specs: Iterable[ColumnSpec], by: str) -> Batch:
     """The batch with these columns. Raises where a unit column of floats is not finite at a trainable unit."""
     batch = batch.with_columns(columns, specs)
     for name in columns:

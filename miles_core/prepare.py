@@ -11,18 +11,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from miles_core.columns import CORE_COLUMNS, ColumnSpec
 from miles_core.compatibility import match_capabilities, plugin_lock
 from miles_core.config.schema import Part
 from miles_core.config.source import resolve_source
-from miles_core.errors import DataError, LateDataError, ModelSourceError, blamed
+from miles_core.errors import DataError, LateDataError, ModelSourceError, PluginContractError, blamed
 from miles_core.provider import Place
-from miles_core.wiring import Wiring, column_specs
+from miles_core.records import Sampling
+from miles_core.sampler import SamplingPolicy
+from miles_core.wiring import Wiring
 
 if TYPE_CHECKING:
-    from miles_core.columns import ColumnSpec
     from miles_core.config.schema import Policy, RunFile
     from miles_core.contracts.model import ModelSource
     from miles_core.discovery import Catalogue
+    from miles_core.learner import Stages
     from miles_core.wiring import Sources
 
 
@@ -33,47 +36,88 @@ class Prepared:
     wiring: Wiring
     lock: Mapping[str, Any]
     sources: Sources
-    renderers: Mapping[str, Any]
-    envs: Mapping[str, Mapping[str, Any]]
-    stages: Mapping[str, dict[str, list[tuple[str, Any]]]]
-    filters: Mapping[str, Mapping[str, Any]]
     extensions: tuple[Any, ...]
-    columns: Mapping[str, Mapping[str, ColumnSpec]]
+    stages: Mapping[str, Stages]
+    sampling: Mapping[str, SamplingPolicy]  # with renderer, environments and columns
+    filters: Mapping[str, Mapping[str, Any]]
 
 
 def prepare(run_file: RunFile, catalogue: Catalogue, run_dir: Path, export: Callable[..., Path]) -> Prepared:
     """Check everything that needs neither engine nor trainer. Raises `InputError`s; creates nothing but exports of
     other runs (`export(run_dir, step) -> folder` makes a Hugging Face folder of a run's checkpoint)."""
     match_capabilities(run_file, catalogue)
-    wiring = Wiring(run_file, catalogue, run_dir)
-    sources = {p.name: model_sources(p, wiring, export) for p in run_file.policies.values()}
+    wiring, policies = Wiring(run_file, catalogue, run_dir), run_file.policies.values()
+    sources = {p.name: model_sources(p, wiring, export) for p in policies}
     extensions = wiring.extensions(Place.CONTROLLER)
-    renderers, envs, stages, filters, columns = {}, {}, {}, {}, {}
-    for policy in run_file.policies.values():
-        name = policy.name
-        renderers[name] = build_renderer(wiring, policy, sources[name]["actor"], Place.CONTROLLER)
-        envs[name] = {
-            key: wiring.build(part, Place.CONTROLLER, policy=name, renderer=renderers[name])
-            for key, part in policy.envs.items()
-        }
-        for key, env in envs[name].items():
-            _probe(key, env, renderers[name], sources[name]["actor"], evaluates=run_file.eval.every is not None)
-        stages[name] = wiring.stages(policy)
-        filters[name] = {
-            part.name: wiring.build(part, Place.CONTROLLER, policy=name) for part in policy.algorithm.many("filters")
-        }
-        columns[name] = column_specs(stages[name], extensions)
+    stages = {p.name: wiring.stages(p) for p in policies}
+    sampling = sampling_policies(wiring, sources, stages, extensions, Place.CONTROLLER)
+    for name, policy in sampling.items():
+        for key, env in policy.envs.items():
+            _probe(key, env, policy.renderer, sources[name]["actor"], evaluates=run_file.eval.every is not None)
+    filters = {
+        p.name: {f.name: wiring.build(f, Place.CONTROLLER, policy=p.name) for f in p.algorithm.many("filters")}
+        for p in policies
+    }
     return Prepared(
         wiring=wiring,
         lock=plugin_lock([*run_file.parts(), *_unbuilt(run_file, catalogue)], catalogue),
         sources=sources,
-        renderers=renderers,
-        envs=envs,
-        stages=stages,
-        filters=filters,
         extensions=extensions,
-        columns=columns,
+        stages=stages,
+        sampling=sampling,
+        filters=filters,
     )
+
+
+def sampling_policies(
+    wiring: Wiring, sources: Sources, stages: Mapping[str, Stages], extensions: tuple[Any, ...], place: Place
+) -> dict[str, SamplingPolicy]:
+    """What episodes need in the process of `place`, by policy: renderer and environments are built here."""
+    sampling = sampling_of(wiring.run)
+    cut = sampling is not None and (sampling.top_p < 1 or sampling.top_k > 0)
+    found = {}
+    for policy in wiring.run.policies.values():
+        name = policy.name
+        renderer = build_renderer(wiring, policy, sources[name]["actor"], place)
+        found[name] = SamplingPolicy(
+            name=name,
+            renderer=renderer,
+            envs={k: wiring.build(e, place, policy=name, renderer=renderer) for k, e in policy.envs.items()},
+            want=frozenset({"keep_ids"} if cut else ()),
+            columns=column_specs(stages[name], extensions),
+            deadline_s=policy.schedule.episode_deadline_s,
+            rewarded=policy.algorithm.keys.episodes == "sampled",
+        )
+    return found
+
+
+def sampling_of(run: RunFile) -> Sampling | None:
+    """Sampling parameters of training: those of the first engine section; `None` where nothing samples."""
+    keys = next((part.core for part in run.engines.values()), None)
+    if keys is None:
+        return None
+    return Sampling(
+        max_new_tokens=keys.max_new_tokens,
+        temperature=keys.temperature,
+        top_p=keys.top_p,
+        top_k=keys.top_k or 0,
+        stop=tuple(keys.stop),
+    )
+
+
+def column_specs(stages: Stages, extensions: tuple[Any, ...]) -> dict[str, ColumnSpec]:
+    """Every declared column of a policy: core's, the stages' and the extensions'. A name may be declared twice only
+    with the same spec."""
+    specs = dict(CORE_COLUMNS)
+    declared = [(f"stage {name!r}", spec) for parts in stages.values() for name, stage in parts for spec in stage.gives]
+    declared += [(f"extension {e.name!r}", spec) for e in extensions for spec in e.columns]
+    for owner, spec in declared:
+        if specs.setdefault(spec.name, spec) != spec:
+            raise PluginContractError(
+                f"{owner} declares column {spec.name!r} as {spec}; it is already declared as {specs[spec.name]}",
+                fix="use the declared shape, or another name with the plugin's own prefix",
+            )
+    return specs
 
 
 def _unbuilt(run_file: RunFile, catalogue: Catalogue) -> list[Part]:
@@ -87,23 +131,22 @@ def _unbuilt(run_file: RunFile, catalogue: Catalogue) -> list[Part]:
 
 def model_sources(policy: Policy, wiring: Wiring, export: Callable[[Path, int | None], Path]) -> dict[str, ModelSource]:
     """The actor's source, and a role's own where it names one. `export(run_dir, step)` makes a folder of a run."""
-    folder = wiring.run.run.folder
+    run, own = wiring.run.run, policy.model.core
 
-    def resolve(part: Part) -> ModelSource:
+    def resolve(keys: Any) -> ModelSource:
         return resolve_source(
-            part,
-            wiring.run.run.seed,
+            replace(policy.model, core=keys),
+            run.seed,
             run_loader=export,
-            base=Path(folder) if folder else None,
+            base=Path(run.folder) if run.folder else None,
             catalogue=wiring.catalogue,
         )
 
-    own = resolve(policy.model)
-    found = {}
-    for name, role in policy.roles.items():
-        keys = replace(policy.model.core, source=role.source, architecture=None) if role.source else None
-        found[name] = own if keys is None else resolve(replace(policy.model, core=keys))
-    return found
+    shared = resolve(own)
+    return {
+        name: resolve(replace(own, source=role.source, architecture=None)) if role.source else shared
+        for name, role in policy.roles.items()
+    }
 
 
 def build_renderer(wiring: Wiring, policy: Policy, source: ModelSource, place: Place) -> Any:
@@ -141,8 +184,13 @@ def _probe(name: str, env: Any, renderer: Any, model: ModelSource, *, evaluates:
 
 def _fits(model: ModelSource, renderer: Any, task: str, ids: Sequence[int]) -> None:
     """Refuse a tokenizer whose ids the model has no embedding for."""
-    text = json.dumps(model.architecture) if model.folder is None else (model.folder / "config.json").read_text()
-    size = json.loads(text).get("vocab_size")
+    config: Any = model.architecture
+    if model.folder is not None:
+        with blamed(
+            f"{model.folder / 'config.json'} cannot be read", ModelSourceError, "repair it, or name another folder"
+        ):
+            config = json.loads((model.folder / "config.json").read_text())
+    size = config.get("vocab_size") if isinstance(config, Mapping) else None
     largest = max([*ids, *renderer.stop_ids], default=0)
     if model.folder is None and model.tokenizer_folder is None:  # drawn for this tokenizer: all of it must fit
         largest = max(largest, renderer.tokenizer.vocab_size - 1)

@@ -6,26 +6,38 @@ One line an episode, written once the step has trained. They are for people (`mi
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from miles_core.errors import TrackerError, blamed
 from miles_core.records import Episode, Group, Message, Origin, Trajectory
 
 GROUPS_A_STEP = 4
 EPISODES_A_GROUP = 4
 
 
-def write_samples(folder: Path, side: str, step: int, groups: Sequence[Group], text: Callable[[Any], str]) -> None:
-    """Write the first groups of a step. `side` is `train` or `eval`; `text` decodes sampled ids."""
-    lines = []
-    for group in groups[:GROUPS_A_STEP]:
-        lines += [_line(group, episode, text) for episode in group.episodes[:EPISODES_A_GROUP]]
-    name = f"step_{step:06d}.jsonl" if side == "train" else f"{side}_{step:06d}.jsonl"
-    body = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-    (folder / name).write_text(body, encoding="utf-8")
+@dataclass(frozen=True)
+class Rollouts:
+    """Writes the first groups of each step to `folder`; `text` decodes sampled ids, by policy."""
+
+    folder: Path
+    text: Mapping[str, Callable[[Any], str]]
+
+    def write(self, policy: str, step: int, side: str, groups: Sequence[Group]) -> None:
+        """`side` is `train` or `eval`. Raises `TrackerError` where the file cannot be written."""
+        shown = [(group, episode) for group in groups[:GROUPS_A_STEP] for episode in group.episodes[:EPISODES_A_GROUP]]
+        fix = "see the cause with --traceback, mend it, then go on with --resume"
+        with blamed(f"samples of step {step} could not be written to {self.folder}", TrackerError, fix):
+            lines = [json.dumps(_line(*pair, self.text[policy]), ensure_ascii=False) + "\n" for pair in shown]
+            _file(self.folder, side, step).write_text("".join(lines), encoding="utf-8")
+
+
+def _file(folder: Path, side: str, step: int) -> Path:
+    return folder / f"{'step' if side == 'train' else side}_{step:06d}.jsonl"
 
 
 def _line(group: Group, episode: Episode, text: Callable[[Any], str]) -> dict[str, Any]:
@@ -63,8 +75,7 @@ def _turns(trajectory: Trajectory, text: Callable[[Any], str]) -> list[str]:
 
 def read_samples(folder: Path, side: str, step: int) -> Iterator[dict[str, Any]]:
     """Lines of one step; nothing where that step wrote none."""
-    name = f"step_{step:06d}.jsonl" if side == "train" else f"{side}_{step:06d}.jsonl"
-    file = folder / name
+    file = _file(folder, side, step)
     for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
         yield json.loads(line)
 

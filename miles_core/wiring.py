@@ -8,7 +8,8 @@ is called; it checks the product against its Protocol once. `TrainerWorker` is w
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +19,13 @@ from miles_core.contracts.backend import Backend, RoleSpec
 from miles_core.contracts.learning import BoundTerm, TermInfo, UpdateResult
 from miles_core.contracts.model import ModelSource
 from miles_core.discovery import Catalogue, scan
-from miles_core.errors import CapabilityError, CombinationError, MilesError, MissingExtraError, PluginContractError
+from miles_core.errors import CapabilityError, MilesError, MissingExtraError
+from miles_core.learner import PHASES
 from miles_core.provider import BuildContext, Place
 from miles_core.seeds import derive
 
 if TYPE_CHECKING:
-    from miles_core.columns import Batch, ColumnSpec
+    from miles_core.columns import Batch
     from miles_core.config.schema import Part, Policy, RunFile
     from miles_core.contracts.learning import Output
     from miles_core.contracts.weights import Manifest, Sender, TensorSpec
@@ -31,8 +33,6 @@ if TYPE_CHECKING:
 
 #: Fields of `algorithm` whose parts are terms whenever their provider is of kind `term`.
 TERM_FIELDS = ("loss", "kl", "entropy", "value", "distill", "corrections")
-#: Fields whose parts are stages whenever their provider is of kind `stage`, in the order in which they run.
-STAGE_FIELDS = ("penalties", "reward_kl", "advantage", "distill", "whiten", "corrections")
 
 Sources = Mapping[str, Mapping[str, ModelSource]]  # policy -> role -> source
 
@@ -44,6 +44,7 @@ class Wiring:
     run: RunFile
     catalogue: Catalogue
     run_dir: Path
+    built: list[Any] = field(default_factory=list)  # every product, in the order in which they were built
 
     def build(self, part: Part, place: Place, **context: Any) -> Any:
         """The product of `part` at `place`, checked against its Protocol. Keyword arguments fill `BuildContext`."""
@@ -67,6 +68,7 @@ class Wiring:
                 f"{part.kind} {part.use!r} ({loaded.distribution} {loaded.version}) cannot be built: {error}",
                 fix=f"pip install {lacking}, or the extra that {loaded.distribution} names for it",
             ) from error
+        self.built.append(product)
         check_product(loaded, place, product)
         return product
 
@@ -74,25 +76,29 @@ class Wiring:
         """Every extension of the run, in config order."""
         return tuple(self.build(part, place, **context) for part in self.run.extensions.values())
 
+    def closers(self) -> list[Callable[[], Any]]:
+        """How to close what was built and can be closed, latest first."""
+        return [product.close for product in reversed(self.built) if hasattr(product, "close")]
+
     def stages(self, policy: Policy) -> dict[str, list[tuple[str, Any]]]:
         """Built stages by field, in the order in which they run."""
-        built: dict[str, list[tuple[str, Any]]] = {}
-        for field in STAGE_FIELDS:
-            parts = [p for p in policy.algorithm.many(field) if p.kind == "stage"]
-            if parts:
-                built[field] = [(p.name, self.build(p, Place.CONTROLLER, policy=policy.name)) for p in parts]
-        return built
+        chosen = {phase: [p for p in policy.algorithm.many(phase) if p.kind == "stage"] for phase in PHASES}
+        return {
+            phase: [(p.name, self.build(p, Place.CONTROLLER, policy=policy.name)) for p in parts]
+            for phase, parts in chosen.items()
+            if parts
+        }
 
     def terms(self, policy: Policy) -> tuple[BoundTerm, ...]:
         """Built terms of the actor's objective. A term whose coefficient is 0 is not built and needs no role."""
         bound = []
-        for field in TERM_FIELDS:
-            for part in policy.algorithm.many(field):
-                dynamic = field == "corrections"
+        for name in TERM_FIELDS:
+            for part in policy.algorithm.many(name):
+                dynamic = name == "corrections"
                 if part.kind != "term" or (not dynamic and part.core.coef == 0):
                     continue
                 term = self.build(part, Place.TRAINER, policy=policy.name)
-                role = "critic" if field == "value" and "critic" in policy.roles else "actor"
+                role = "critic" if name == "value" and "critic" in policy.roles else "actor"
                 coef = 1.0 if dynamic else part.core.coef
                 bound.append(BoundTerm(name=part.name, term=term, coef=coef, role=role, dynamic=dynamic))
         return tuple(bound)
@@ -107,19 +113,20 @@ def wire(tree: Mapping[str, Any], lock: Mapping[str, Any], run_dir: str) -> Wiri
 
 def sources_to_plain(sources: Sources) -> dict[str, dict[str, dict[str, Any]]]:
     """Model sources as JSON: they travel to workers in a payload."""
-
-    def plain(source: ModelSource) -> dict[str, Any]:
-        return {k: str(v) if isinstance(v, Path) else v for k, v in asdict(source).items()}
-
-    return {policy: {role: plain(s) for role, s in roles.items()} for policy, roles in sources.items()}
+    return {
+        policy: {
+            role: {key: str(value) if isinstance(value, Path) else value for key, value in asdict(source).items()}
+            for role, source in roles.items()
+        }
+        for policy, roles in sources.items()
+    }
 
 
 def sources_from_plain(plain: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Sources:
     def source(fields: Mapping[str, Any]) -> ModelSource:
-        paths = {k: Path(fields[k]) if fields[k] else None for k in ("folder", "tokenizer_folder")}
-        return ModelSource(**{**fields, **paths})
+        return ModelSource(**{**fields, **{k: Path(fields[k]) for k in ("folder", "tokenizer_folder") if fields[k]}})
 
-    return {policy: {role: source(f) for role, f in roles.items()} for policy, roles in plain.items()}
+    return {policy: {role: source(fields) for role, fields in roles.items()} for policy, roles in plain.items()}
 
 
 def trainer_worker(
@@ -143,23 +150,27 @@ class TrainerWorker:
     """
 
     def __init__(self, wiring: Wiring, sources: Sources, rank: int, count: int, cancelled: Callable[[], bool]) -> None:
-        run = wiring.run
-        shared: dict[str, Any] = {"rank": rank, "ranks": count}
-        extensions = wiring.extensions(Place.TRAINER, **shared)
-        specs: dict[str, dict[str, RoleSpec]] = {}
-        adapters: dict[str, Any] = {}
+        self._wiring = wiring
+        self._cancelled = cancelled
+        self._senders: dict[str, Sender] = {}
+        try:
+            self._build(sources, {"rank": rank, "ranks": count})
+        except BaseException:
+            with suppress(Exception):  # what failed first is the better news
+                self.close()
+            raise
+
+    def _build(self, sources: Sources, shared: dict[str, Any]) -> None:
+        wiring, run = self._wiring, self._wiring.run
+        shared["extensions"] = wiring.extensions(Place.TRAINER, **shared)
+        specs: dict[str, dict[str, RoleSpec]] = {name: {} for name in run.policies}
         for policy in run.policies.values():
-            specs[policy.name] = {}
             for name, role in policy.roles.items():
                 source = sources[policy.name][name]
-                adapter = wiring.build(
-                    policy.model, Place.TRAINER, policy=policy.name, model=source, extensions=extensions, **shared
-                )
-                adapters[f"{policy.name}/{name}"] = adapter
                 specs[policy.name][name] = RoleSpec(
                     name=name,
                     source=source,
-                    adapter=adapter,
+                    adapter=wiring.build(policy.model, Place.TRAINER, policy=policy.name, model=source, **shared),
                     init=role.init,
                     update=role.update.value,
                     every=role.every,
@@ -168,35 +179,27 @@ class TrainerWorker:
                     optimizer=role.optimizer if role.update == "trained" else None,
                     seed=derive(run.run.seed, policy.name, "init", role.init or name),
                 )
-        self.backend: Backend = wiring.build(
-            run.backend, Place.TRAINER, adapters=adapters, extensions=extensions, **shared
-        )
+        adapters = {f"{policy}/{name}": spec.adapter for policy, roles in specs.items() for name, spec in roles.items()}
+        self.backend: Backend = wiring.build(run.backend, Place.TRAINER, adapters=adapters, **shared)
         self.backend.build(specs, {p.name: run.run.steps * p.schedule.updates_per_step for p in run.policies.values()})
         self._terms = {p.name: wiring.terms(p) for p in run.policies.values()}
-        self._cancelled = cancelled
-        self._senders: dict[str, Sender] = {}
         if run.sync is not None:
+            export = self.backend.export
             for name in run.policies:
-                self._senders[name] = wiring.build(
-                    run.sync, Place.TRAINER, policy=name, export=self.backend.export, extensions=extensions, **shared
-                )
+                self._senders[name] = wiring.build(run.sync, Place.TRAINER, policy=name, export=export, **shared)
 
     def declare(self, policy: str) -> list[TermInfo]:
         """What the controller must know of this policy's terms."""
+        told = ("level", "mask", "weighted", "aggregation", "outputs", "needs")
         return [
             TermInfo(
-                name=b.name,
-                coef=b.coef,
-                role=b.role,
-                dynamic=b.dynamic,
-                level=b.term.level,
-                mask=b.term.mask,
-                weighted=b.term.weighted,
-                aggregation=b.term.aggregation,
-                outputs=b.term.outputs,
-                needs=b.term.needs,
+                name=bound.name,
+                coef=bound.coef,
+                role=bound.role,
+                dynamic=bound.dynamic,
+                **{name: getattr(bound.term, name) for name in told},
             )
-            for b in self._terms[policy]
+            for bound in self._terms[policy]
         ]
 
     def score(self, batch: Batch, outputs: tuple[Output, ...]) -> Mapping[str, Array]:
@@ -241,49 +244,5 @@ class TrainerWorker:
         self.backend.save_model(policy, Path(folder))
 
     def close(self) -> None:
-        for sender in self._senders.values():
-            sender.close()
-        self.backend.close()
-
-
-def column_specs(stages: Mapping[str, list[tuple[str, Any]]], extensions: tuple[Any, ...]) -> dict[str, ColumnSpec]:
-    """Every declared column of a policy: core's, the stages' and the extensions'. A name may be declared twice only
-    with the same spec."""
-    from miles_core.columns import CORE_COLUMNS
-
-    specs = dict(CORE_COLUMNS)
-    declared = [(f"stage {name!r}", spec) for parts in stages.values() for name, stage in parts for spec in stage.gives]
-    declared += [(f"extension {e.name!r}", spec) for e in extensions for spec in e.columns]
-    for owner, spec in declared:
-        if specs.setdefault(spec.name, spec) != spec:
-            raise PluginContractError(
-                f"{owner} declares column {spec.name!r} as {spec}; it is already declared as {specs[spec.name]}",
-                fix="use the declared shape, or another name with the plugin's own prefix",
-            )
-    return specs
-
-
-def check_roles(policy: Policy, terms: list[TermInfo], stages: Mapping[str, list[tuple[str, Any]]]) -> None:
-    """Refuse a part that needs a role which the run file does not have. Raises `CombinationError`."""
-    wanted: dict[str, str] = {}
-    for term in terms:
-        for output in term.outputs:
-            wanted[output.role] = term.name
-        for column in term.needs:
-            wanted |= _role_of_column(column, term.name)
-    for parts in stages.values():
-        for name, stage in parts:
-            for column in stage.needs:
-                wanted |= _role_of_column(column, name)
-    missing = {role: part for role, part in wanted.items() if role not in policy.roles}
-    if missing:
-        role, part = next(iter(missing.items()))
-        raise CombinationError(
-            f"policy {policy.name!r}: part {part!r} needs the role {role!r}; the run file has {sorted(policy.roles)}",
-            fix=f"add `roles: {{{role}: {{init: actor, update: frozen}}}}`, or set the part's coefficient to 0",
-        )
-
-
-def _role_of_column(column: str, part: str) -> dict[str, str]:
-    role, dot, rest = column.partition(".")
-    return {role: part} if dot and rest in ("logprobs", "topk_ids", "topk_logprobs", "values") else {}
+        for close in self._wiring.closers():
+            close()

@@ -5,7 +5,8 @@ import threading
 import numpy as np
 import pytest
 
-from miles_core.errors import CombinationError, RewardError, RunExistsError, StarvedError
+from miles_core.errors import CombinationError, LearnerError, RewardError, RunExistsError, StarvedError
+from miles_core.testing.toys.backend import ToyBackend
 
 
 def last(values, n=5):
@@ -141,6 +142,16 @@ def test_without_an_engine_an_evaluation_reports_the_loss(toy):
     found = ran.curve("eval/loss")
     assert len(found) == 3 and found[-1] < found[0]
     assert ran.run.best().step == {1: 10, 2: 20}[found.index(min(found))], "the lowest loss is the best"
+
+
+def test_an_evaluation_whose_loss_is_no_number_stops_the_run(toy, monkeypatch):
+    def score(self, batch, outputs):
+        return {"proximal_logprobs": np.full(batch.units, np.nan, np.float32)}
+
+    monkeypatch.setattr(ToyBackend, "score", score)
+    nothing = ("algorithm=toy-sft", "rollout=null", "sync=null", "schedule.group_size=1", "run.steps=2")
+    with pytest.raises(LearnerError, match=r"from the evaluation is nan at token \d+ of trajectory 'toy:eval:"):
+        toy(*nothing, "eval={every: 1, tasks: 4}")
 
 
 def test_a_filter_that_rejects_everything_stops_with_its_name(toy):

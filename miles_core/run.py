@@ -13,11 +13,21 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miles_core.errors import CheckpointError, ResumeError, RunDirError, RunExistsError, RunNotFoundError
+from miles_core.config.reading import read_yaml, written
+from miles_core.errors import (
+    CheckpointError,
+    MilesError,
+    ResumeError,
+    RunDirError,
+    RunExistsError,
+    RunNotFoundError,
+    blamed,
+)
 
 #: What may change on `--resume` (design §6), as patterns over dotted paths. `run.steps` may only grow.
 MAY_CHANGE = tuple(
@@ -47,13 +57,8 @@ class Checkpoint:
 
     def ledger(self) -> dict[str, Any]:
         """The ledger's snapshot. Raises `CheckpointError` where it cannot be read."""
-        try:
-            return dict(json.loads((self.folder / "ledger.json").read_text()))
-        except (OSError, ValueError) as error:
-            raise CheckpointError(
-                f"{self.folder / 'ledger.json'} cannot be read: {error}",
-                fix=f"remove {self.folder} and resume from the checkpoint before it",
-            ) from error
+        fix = f"remove {self.folder} and resume from the checkpoint before it"
+        return _read_json(self.folder / "ledger.json", CheckpointError, fix)
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,7 @@ class RunDir:
         refuse_existing(path)
         draft = path.with_name(f".{path.name}.draft")
         shutil.rmtree(draft, ignore_errors=True)
+        new = [parent for parent in path.parents if not parent.exists()]
         try:
             for folder in ("journal", "rollouts", "checkpoints", "weights"):
                 (draft / folder).mkdir(parents=True)
@@ -75,6 +81,9 @@ class RunDir:
             os.rename(draft, path)  # replaces an empty directory
         except OSError as error:
             shutil.rmtree(draft, ignore_errors=True)
+            with suppress(OSError):
+                for parent in new:
+                    parent.rmdir()
             raise _cannot_make(path, str(error)) from error
         return RunDir(path)
 
@@ -93,17 +102,10 @@ class RunDir:
 
     def tree(self) -> dict[str, Any]:
         """`resolved.yaml` as a plain tree."""
-        from miles_core.config.reading import read_yaml
-
         return read_yaml(self.path / "resolved.yaml")
 
     def lock(self) -> dict[str, Any]:
-        try:
-            return dict(json.loads((self.path / "plugins.lock").read_text()))
-        except (OSError, ValueError) as error:
-            raise ResumeError(
-                f"{self.path / 'plugins.lock'} cannot be read: {error}", fix="restore it, or start a new run"
-            ) from error
+        return _read_json(self.path / "plugins.lock", ResumeError, "restore it, or start a new run")
 
     def metrics(self) -> Iterator[dict[str, Any]]:
         """Lines of `metrics.jsonl`; a torn last line is skipped."""
@@ -116,12 +118,8 @@ class RunDir:
 
     def checkpoints(self) -> list[Checkpoint]:
         """Committed checkpoints, oldest first."""
-        folders = sorted((self.path / "checkpoints").glob("step_*"))
-        return [
-            Checkpoint(int(folder.name.removeprefix("step_")), folder)
-            for folder in folders
-            if (folder / "COMMIT").is_file()
-        ]
+        commits = sorted((self.path / "checkpoints").glob("step_*/COMMIT"))
+        return [Checkpoint(int(file.parent.name.removeprefix("step_")), file.parent) for file in commits]
 
     def latest(self) -> Checkpoint | None:
         return next(reversed(self.checkpoints()), None)
@@ -135,10 +133,8 @@ class RunDir:
     def checkpoint(self, step: int | None = None) -> Checkpoint:
         """The asked checkpoint: of `step`, else the best, else the latest."""
         found = self.checkpoints()
-        if step is None:
-            chosen = self.best() or (found[-1] if found else None)
-        else:
-            chosen = next((c for c in found if c.step == step), None)
+        wanted = [c for c in found if c.step == step] if step is not None else [self.best(), *reversed(found)]
+        chosen = next(filter(None, wanted), None)
         if chosen is None:
             have = ", ".join(str(c.step) for c in found) or "none"
             raise RunNotFoundError(
@@ -151,17 +147,15 @@ class RunDir:
         """An empty folder to write a checkpoint into; `commit_checkpoint` makes it valid."""
         draft = self.path / "checkpoints" / f".step_{step:06d}.draft"
         shutil.rmtree(draft, ignore_errors=True)
-        try:
+        with _writing(step):
             (draft / "trainer").mkdir(parents=True)
-        except OSError as error:
-            raise _not_written(step, error) from error
         return draft
 
     def commit_checkpoint(self, draft: Path, step: int, ledger: Mapping[str, Any]) -> Checkpoint:
         """Write the ledger, flush everything, rename, and write COMMIT last. Raises `CheckpointError`; the draft never
         counts, and an older checkpoint of the same step is replaced only by a complete one."""
         folder = self.path / "checkpoints" / f"step_{step:06d}"
-        try:
+        with _writing(step):
             write_durably(draft / "ledger.json", json.dumps(ledger, sort_keys=True, separators=(",", ":")))
             for file in draft.rglob("*"):
                 if file.is_file():
@@ -172,22 +166,21 @@ class RunDir:
             os.rename(draft, folder)
             write_durably(folder / "COMMIT", f"{step}\n")
             _flush(folder.parent)
-        except OSError as error:
-            raise _not_written(step, error) from error
         return Checkpoint(step, folder)
 
     def point_best(self, step: int) -> None:
-        try:
+        with _writing(step):
             write_durably(self.path / "checkpoints" / "best", f"step_{step:06d}\n")
-        except OSError as error:
-            raise _not_written(step, error) from error
 
 
-def _not_written(step: int, error: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"the checkpoint of step {step} could not be written: {error}",
-        fix="free space, then go on with --resume; earlier checkpoints are valid",
-    )
+def _writing(step: int) -> AbstractContextManager[None]:
+    fix = "free space, then go on with --resume; earlier checkpoints are valid"
+    return blamed(f"the checkpoint of step {step} could not be written", CheckpointError, fix)
+
+
+def _read_json(path: Path, kind: type[MilesError], fix: str) -> dict[str, Any]:
+    with blamed(f"{path} cannot be read", kind, fix):
+        return dict(json.loads(path.read_text()))
 
 
 def _cannot_make(path: Path, why: str) -> RunDirError:
@@ -228,18 +221,16 @@ def _flush(path: Path) -> None:
 
 def annotated_yaml(tree: Mapping[str, Any], origins: Mapping[str, str], prefix: str = "", depth: int = 0) -> list[str]:
     """The tree as YAML lines (scalars and lists as JSON, which YAML 1.2 contains), origins as comments."""
-    from miles_core.config.reading import written
-
     lines: list[str] = []
     for key, value in tree.items():
         path = f"{prefix}{key}"
         name = key if re.fullmatch(r"[A-Za-z_][\w.-]*", str(key), re.ASCII) else written(str(key))
+        head = f"{'  ' * depth}{name}:"
         if isinstance(value, Mapping) and value:
-            lines.append(f"{'  ' * depth}{name}:")
-            lines += annotated_yaml(value, origins, f"{path}.", depth + 1)
+            lines += [head, *annotated_yaml(value, origins, f"{path}.", depth + 1)]
         else:
-            origin = origins.get(path)
-            lines.append(f"{'  ' * depth}{name}: {written(value)}{f'  # {origin}' if origin else ''}")
+            origin = f"  # {origins[path]}" if origins.get(path) else ""
+            lines.append(f"{head} {written(value)}{origin}")
     return lines
 
 
@@ -257,16 +248,14 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def check_resume(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) -> dict[str, tuple[Any, Any]]:
     """Differences that a resume may carry, by path as (old, new). Raises `ResumeError` naming those that it may not."""
     before, after = flatten(old), flatten(new)
-    absent = object()
     differences = {
         key: (before.get(key), after.get(key))
         for key in sorted(before.keys() | after.keys())
-        if before.get(key, absent) != after.get(key, absent)
+        if [key in before, before.get(key)] != [key in after, after.get(key)]
     }
     refused = {k: v for k, v in differences.items() if not any(p.fullmatch(k) for p in MAY_CHANGE)}
-    steps: tuple[Any, Any] = differences.get("run.steps", (0, 0))
-    if steps[1] < steps[0]:
-        refused["run.steps"] = steps
+    if "run.steps" in differences and after["run.steps"] < before["run.steps"]:
+        refused["run.steps"] = differences["run.steps"]
     if refused:
         rows = "; ".join(f"{k}: was {json.dumps(was)}, now {json.dumps(now)}" for k, (was, now) in refused.items())
         raise ResumeError(

@@ -36,7 +36,8 @@ def load(source: ModelSource, config: LocalConfig) -> tuple[Any, bool]:
             settings = AutoConfig.for_model(str(keys.pop("model_type", "")), **keys)
     except Exception as error:  # whatever transformers finds wrong with it, its validation errors too
         raise ModelSourceError(
-            f"model source {source.asked!r} has no configuration that transformers can read: {clause(error, 120)}",
+            f"model source {source.asked!r} has no configuration that transformers can read: "
+            + clause(error).partition(" Should ")[0],  # behind it stands every model that transformers knows
             fix="name a folder with a config.json, or an architecture with its model_type",
         ) from error
     verified = settings.model_type in VERIFIED

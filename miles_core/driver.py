@@ -61,30 +61,30 @@ async def execute(
 
     `on_begin` is called once, when the run directory is about to be written.
     """
-    set_threads(run_file.run.threads)
+    os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(run_file.run.threads)))
     path = run_path(run_file)
     going_on = _resume(run_file, path, catalogue) if resume else None
     if going_on is None:
         refuse_existing(path)
-    trackers, exports = _Relay(), Exports()
+    trackers, exports, controller = _Relay(), Exports(), None
     try:
         prepared = prepare(run_file, catalogue, path, exports)
         controller = await Controller.open(prepared, trackers.event)
-    except BaseException:
-        exports.undo()
-        raise
-    try:
-        try:
-            trackers.trackers = [prepared.wiring.build(part, Place.CONTROLLER) for part in run_file.trackers.values()]
-            on_begin()
-            run = _directory(prepared, path, going_on)
-        except BaseException:
-            exports.undo()
-            raise
+        trackers.trackers = [prepared.wiring.build(part, Place.CONTROLLER) for part in run_file.trackers.values()]
+        on_begin()
+        config = (run_file.tree, run_file.origins, prepared.lock)
+        if going_on is None:
+            run = RunDir.create(path, *config)
+        else:
+            run = going_on.run
+            run.write_config(*config)
+        exports.keep()
         result = await _drive(controller, prepared, run, going_on, trackers, stop)
     except BaseException:
+        exports.undo()
         with suppress(Exception):  # what stopped the run is the better news
-            await controller.close()
+            if controller is not None:
+                await controller.close()
         raise
     await controller.close()
     return result
@@ -101,14 +101,6 @@ def _resume(run_file: RunFile, path: Path, catalogue: Catalogue) -> Resume:
             fix=f"give it more, e.g. run.steps={2 * run_file.run.steps}, or look at it: miles show {path}",
         )
     return Resume(run=run, checkpoint=checkpoint, changes={k: list(v) for k, v in changes.items()})
-
-
-def _directory(prepared: Prepared, path: Path, resume: Resume | None) -> RunDir:
-    run_file = prepared.wiring.run
-    if resume is None:
-        return RunDir.create(path, run_file.tree, run_file.origins, prepared.lock)
-    resume.run.write_config(run_file.tree, run_file.origins, prepared.lock)
-    return resume.run
 
 
 async def _drive(
@@ -192,13 +184,6 @@ class _Relay:
         for tracker in trackers:
             with told(tracker):
                 tracker.close(status)
-
-
-def set_threads(threads: int, environment: Callable[[str, str], None] | None = None) -> None:
-    """Give this process's math libraries `threads` threads, before they are first imported."""
-    write = environment or os.environ.__setitem__
-    for variable in THREAD_VARIABLES:
-        write(variable, str(threads))
 
 
 def summary(run_file: RunFile) -> str:

@@ -45,6 +45,10 @@ class Exports:
             self._made.append(folder)
         return folder
 
+    def keep(self) -> None:
+        """The run began: from here on nothing is undone."""
+        self._made.clear()
+
     def undo(self) -> None:
         while self._made:
             folder = self._made.pop()

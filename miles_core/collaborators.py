@@ -5,7 +5,7 @@ They stand apart so that the loop itself can be read on its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -68,26 +68,10 @@ class Checkpoint(Protocol):
         ...
 
 
-class Evaluate(Protocol):
-    """Replaces evaluation by sampling: policies trained on demonstrations without an engine report `eval/loss`."""
-
-    async def __call__(self, step: int) -> Mapping[str, Metric]: ...
-
-
 class RolloutSink(Protocol):
     """Keeps readable samples of a step (`rollouts/`)."""
 
     def write(self, policy: str, step: int, split: str, groups: Sequence[Group]) -> None: ...
-
-
-class Observers(Protocol):
-    """pluggy's `pm.hook`: the `miles_on_*` hooks that the loop calls. Start and end of the run are the caller's."""
-
-    def miles_on_step(self, *, policy: str, step: int, metrics: Mapping[str, Metric]) -> Any: ...
-
-    def miles_on_weights(self, *, version: Version, receipts: Mapping[str, Any]) -> Any: ...
-
-    def miles_on_checkpoint(self, *, step: int, folder: Path) -> Any: ...
 
 
 class Stop(Protocol):
@@ -101,7 +85,8 @@ class PolicySetup:
     """One policy of the run, as the loop needs it.
 
     `sampling` is `None` where groups are made of demonstrations (then nothing is ever stale, and no version needs to be
-    published except before an evaluation by engines). `eval_sampling` is `None` where engines do not evaluate.
+    published except before an evaluation by engines). `eval_sampling` is `None` where engines do not evaluate;
+    `evaluate` then may: given the rounds consumed, it reports `eval/loss` of demonstrations.
     """
 
     name: str
@@ -112,7 +97,7 @@ class PolicySetup:
     filters: Mapping[str, Filter] = field(default_factory=dict)
     sampling: Sampling | None = None
     eval_sampling: Sampling | None = None
-    evaluate: Evaluate | None = None
+    evaluate: Callable[[int], Awaitable[Mapping[str, Metric]]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

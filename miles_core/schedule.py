@@ -8,82 +8,59 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from miles_core.admission import fit_group, is_stale, limit, mask_stale, versions_of
-from miles_core.collaborators import (
-    Checkpoint,
-    Observers,
-    PolicySetup,
-    Publisher,
-    RolloutSink,
-    RunResult,
-    Sampler,
-    Stop,
-)
+from miles_core.collaborators import Checkpoint, PolicySetup, Publisher, RolloutSink, RunResult, Sampler, Stop
 from miles_core.config.schema import EvalConfig, OnStale
 from miles_core.contracts.launcher import Tracker
-from miles_core.errors import CombinationError, LedgerError, StoppedError, blamed
+from miles_core.errors import LedgerError, StoppedError, blamed
 from miles_core.ledger import Lease, Ledger, Open
 from miles_core.progress import Reports, evaluation_metrics, rollout_metrics, sampled
 from miles_core.records import Group, Sampling, Status, Version
-from miles_core.side import CANCEL_GRACE_S, Side, cancel, cancelled, stalled, within
+from miles_core.side import Side
+from miles_core.waits import CANCEL_GRACE_S, cancel, cancelled, within
 
 __all__ = ["Loop", "PolicySetup", "RunResult", "Stop"]
 
 T = TypeVar("T")
+Accept = Callable[[Lease, Group], None]
 GO_ON = "see where with --traceback, mend or leave out that plugin, then go on with --resume"
 
 
+@dataclass(kw_only=True, eq=False)
 class Loop:
     """One run. Build a new one for every process; a resumed run differs only in its `ledger` (`Ledger.resume`).
 
     `publisher` is `None` where no engine exists, `checkpoint` is `None` in tests. `steps` is `run.steps`: rounds in
     all, also when resumed; policy p trains `steps * share` steps of its own. Trackers get `metrics` and `event` here;
-    their `start` and `close` are the caller's.
+    their `start` and `close` are the caller's. `observers` is pluggy's `pm.hook`, of which the loop calls
+    `miles_on_step`, `miles_on_weights` and `miles_on_checkpoint`.
     """
 
-    def __init__(
-        self,
-        *,
-        policies: Sequence[PolicySetup],
-        ledger: Ledger,
-        sampler: Sampler,
-        publisher: Publisher | None,
-        checkpoint: Checkpoint | None,
-        steps: int,
-        stop: Stop,
-        checkpoint_every: int | None = None,
-        evaluation: EvalConfig | None = None,
-        trackers: Sequence[Tracker] = (),
-        observers: Observers | None = None,
-        rollouts: RolloutSink | None = None,
-    ) -> None:
-        self._sides = [Side(setup, ledger) for setup in policies]
-        self._ledger = ledger
-        self._sampler = sampler
-        self._publisher = publisher
-        self._checkpoint = checkpoint
-        self._steps = steps
-        self._stop = stop
-        self._checkpoint_every = checkpoint_every
-        self._evaluation = evaluation or EvalConfig()
-        self._reports = Reports(trackers)
-        self._observers = observers
-        self._rollouts = rollouts
-        self._deadline_s = min(setup.schedule.stall_deadline_s for setup in policies)
+    policies: Sequence[PolicySetup]
+    ledger: Ledger
+    sampler: Sampler
+    publisher: Publisher | None
+    checkpoint: Checkpoint | None
+    steps: int
+    stop: Stop
+    checkpoint_every: int | None = None
+    evaluation: EvalConfig = field(default_factory=EvalConfig)
+    trackers: Sequence[Tracker] = ()
+    observers: Any = None
+    rollouts: RolloutSink | None = None
+
+    def __post_init__(self) -> None:
+        self._sides = [Side(setup, self.ledger) for setup in self.policies]
+        self._reports = Reports(self.trackers)
+        self._deadline_s = min(setup.schedule.stall_deadline_s for setup in self.policies)
         self._round = 0
         self._saved = -1
         self._closing = False
-        for setup in policies:
-            schedule = setup.schedule
-            if setup.sampling is not None and schedule.publish_every > schedule.max_staleness + 1:
-                raise CombinationError(
-                    f"publish_every {schedule.publish_every} of policy {setup.name!r} needs versions older than "
-                    f"max_staleness {schedule.max_staleness} allows: no batch could ever be sampled",
-                    fix=f"set schedule.max_staleness to {schedule.publish_every - 1} or more",
-                )
 
     async def run(self) -> RunResult:
         """Drive the run to its end or to a stop request.
@@ -93,16 +70,14 @@ class Loop:
         """
         self._wake = asyncio.Event()
         self._failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
-        main = asyncio.ensure_future(self._drive())
-        both: set[asyncio.Future[Any]] = {main, self._failure}
+        main = asyncio.ensure_future(self._rounds())
         grace_s = CANCEL_GRACE_S
         try:
+            both: list[asyncio.Future[Any]] = [main, self._failure]
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if self._failure.done():
                 raise self._failure.result()
-            result = main.result()
-            assert result is not None  # an error would have been the failure
-            return result
+            return main.result()
         except asyncio.CancelledError:
             grace_s = 1.0  # the second Ctrl-C: what is journalled is safe
             raise
@@ -111,43 +86,35 @@ class Loop:
 
     # --- the run, round by round -------------------------------------------------------------------------------------
 
-    async def _drive(self) -> RunResult | None:
-        try:
-            return await self._rounds()
-        except Exception as error:
-            if not self._failure.done():
-                self._failure.set_result(error)
-            return None
-
     async def _rounds(self) -> RunResult:
         self._round = self._sides[0].book.consumed // self._sides[0].setup.share
-        if self._ledger.lineage:
+        if self.ledger.lineage:
             self._saved = self._round  # resumed from there
         for side in self._sides:
             await self._publish(side, first=True)
-        evaluated = self._ledger.notes.get("evaluated") == self._round
-        if self._evaluation_due(self._round) and not evaluated and not self._stop.is_set():
+        evaluated = self.ledger.notes.get("evaluated") == self._round
+        if self._evaluation_due(self._round) and not evaluated and not self.stop.is_set():
             await self._evaluate(self._round)
-        while self._round < self._steps and not self._stop.is_set():
+        while self._round < self.steps and not self.stop.is_set():
             for side in self._sides:
                 for _ in range(side.setup.share):
                     await self._step(side)
             done = self._round + 1
-            stopping = self._stop.is_set()
+            stopping = self.stop.is_set()
             best = False
-            if self._evaluation_due(done) and (not stopping or done == self._steps):
+            if self._evaluation_due(done) and (not stopping or done == self.steps):
                 best = await self._evaluate(done)
             self._round = done
-            due = self._checkpoint_every is not None and done % self._checkpoint_every == 0
-            if (best or due) and not stopping and done < self._steps:
+            due = self.checkpoint_every is not None and done % self.checkpoint_every == 0
+            if (best or due) and not stopping and done < self.steps:
                 await self._save(best)
             elif best:
-                self._ledger.notes["best_due"] = True
-        finished = self._round >= self._steps
+                self.ledger.notes["best_due"] = True
+        finished = self._round >= self.steps
         await self._wind_down("finished" if finished else "interrupted")
         if self._saved != self._round:
-            await self._save(bool(self._ledger.notes.pop("best_due", False)))
-        found = self._ledger.notes.get("best")
+            await self._save(bool(self.ledger.notes.pop("best_due", False)))
+        found = self.ledger.notes.get("best")
         return RunResult(
             status="finished" if finished else "interrupted",
             step=self._round,
@@ -161,7 +128,7 @@ class Loop:
         began = clock()
         chosen = await self._batch(side, step)
         leases = [entry.lease for entry in chosen]
-        groups = self._ledger.claim(name, leases)
+        groups = self.ledger.claim(name, leases)
         if schedule.on_stale == OnStale.mask:
             groups = [mask_stale(group, step, schedule.max_staleness) for group in groups]
         values = {f"rollout/{key}": value for key, value in rollout_metrics(groups, step).items()}
@@ -176,10 +143,10 @@ class Loop:
         oldest = min((entry.versions[0] for entry in chosen if entry.versions), default=None)
         if oldest is not None and schedule.on_stale == OnStale.mask:
             oldest = max(oldest, step - schedule.max_staleness)
-        self._ledger.trained(name, step, leases, oldest)
+        self.ledger.trained(name, step, leases, oldest)
         side.changed |= bool(getattr(side.setup.learner, "changed", True))
-        if self._rollouts is not None:
-            self._rollouts.write(name, step, "train", groups)
+        if self.rollouts is not None:
+            self.rollouts.write(name, step, "train", groups)
         if side.demonstrations or side.book.consumed % schedule.publish_every == 0:
             await self._publish(side)
         self._admit(side)
@@ -190,9 +157,7 @@ class Loop:
         values["time/step_s"] = (ended - began, 1)
         values["time/tokens_per_s"] = (values["rollout/tokens"][0], ended - began)
         self._reports.metrics(step, values, name)
-        if self._observers is not None:
-            with blamed(f"an observer of step {step} failed", StoppedError, GO_ON):
-                self._observers.miles_on_step(policy=name, step=step, metrics=values)
+        self._observed(f"step {step}", "miles_on_step", policy=name, step=step, metrics=values)
 
     # --- sampling ----------------------------------------------------------------------------------------------------
 
@@ -201,25 +166,24 @@ class Loop:
         if self._closing or side.book.published < 0:
             return
         self._evict(side)
-        rounds = self._round + 1 if self._stop.is_set() else self._steps
+        rounds = self._round + 1 if self.stop.is_set() else self.steps
         bound = limit(side.schedule, side.book.published, rounds * side.setup.share)
-        while self._ledger.open_slots(side.name) < bound:
-            slot = self._ledger.next_slot(side.name)
-            position = self._ledger.next_position(side.name, slot)
+        while self.ledger.open_slots(side.name) < bound:
+            slot = self.ledger.next_slot(side.name)
+            position = self.ledger.next_position(side.name, slot)
             env, task, attempt = side.setup.tasks.task(position)
-            lease = self._ledger.lease(
+            lease = self.ledger.lease(
                 side.name, slot=slot, position=position, env=env, task=task, attempt=attempt, split="train"
             )
-            side.tasks[lease.id] = asyncio.ensure_future(self._sample(side, lease))
+            job = self._sample(side, lease, side.schedule.group_size, side.setup.sampling, partial(self._accept, side))
+            side.tasks[lease.id] = asyncio.ensure_future(job)
 
-    async def _sample(self, side: Side, lease: Lease) -> None:
+    async def _sample(self, side: Side, lease: Lease, size: int, sampling: Sampling | None, accept: Accept) -> None:
         """One lease from start to a finished group; never raises, errors go to `_fail`."""
         try:
-            group = await self._sampler.run(
-                lease, group_size=side.schedule.group_size, sampling=side.setup.sampling, split="train"
-            )
+            group = await self.sampler.run(lease, group_size=size, sampling=sampling, split=lease.split)
             if not self._closing:
-                self._accept(side, lease, group)
+                accept(lease, group)
         except asyncio.CancelledError:
             if not self._closing:
                 self._fail(cancelled(f"lease {lease.id}"))
@@ -247,11 +211,11 @@ class Loop:
             self._drop(side, lease, why, versions)
             self._admit(side)
             return
-        self._ledger.finish(lease, kept)
+        self.ledger.finish(lease, kept)
         rewards = [e.reward for e in kept.episodes if e.reward is not None]
         groups = side.schedule.groups_per_step
         step = side.next_step()
-        waiting = self._ledger.waiting(side.name)
+        waiting = self.ledger.waiting(side.name)
         own = [o for o in waiting if side.schedule.order == "ready" or o.lease.slot // groups == step]
         self._reports.event(
             "group_finished",
@@ -267,14 +231,14 @@ class Loop:
 
     def _drop(self, side: Side, lease: Lease, why: str, versions: tuple[int, int] | None) -> None:
         side.dropped += 1
-        self._ledger.drop(lease, why, newest=versions[1] if versions else None)
+        self.ledger.drop(lease, why, newest=versions[1] if versions else None)
         self._reports.event("lease_dropped", policy=side.name, slot=lease.slot, task=lease.task.id, why=why)
-        side.check_starved(lease.slot, self._ledger.reasons(side.name, lease.slot))
+        side.check_starved(lease.slot, self.ledger.reasons(side.name, lease.slot))
 
     def _evict(self, side: Side) -> None:
         """Take out what no step can consume any more under the lag rule; its slot is free at once."""
         schedule = side.schedule
-        for entry in self._ledger.waiting(side.name):
+        for entry in self.ledger.waiting(side.name):
             lease = entry.lease
             own = lease.slot // schedule.groups_per_step
             step = own if schedule.order == "slot" else side.next_step()
@@ -284,11 +248,11 @@ class Loop:
             tokens = [sampled(t.columns, t.length) for e in entry.group.episodes for t in e.trajectories]
             side.dropped += 1
             if schedule.on_stale == OnStale.retry:
-                self._ledger.give_back(lease, "stale")
+                self.ledger.give_back(lease, "stale")
                 side.retries[lease.slot] += 1
                 side.check_starved(lease.slot, Counter({"stale": side.retries[lease.slot]}))
             else:
-                self._ledger.drop(lease, "stale", newest=entry.versions[1])
+                self.ledger.drop(lease, "stale", newest=entry.versions[1])
             self._reports.event(
                 "lease_stale",
                 policy=side.name,
@@ -304,14 +268,14 @@ class Loop:
         while True:
             self._wake.clear()
             self._admit(side)
-            chosen = side.choose(self._ledger.waiting(side.name), step)
+            chosen = side.choose(self.ledger.waiting(side.name), step)
             if chosen is not None:
                 return chosen
-            missing = self._ledger.in_flight(side.name)
+            missing = self.ledger.in_flight(side.name)
             if not missing:
                 raise LedgerError(
                     f"step {step} of policy {side.name!r} can never be filled: nothing is in flight and no lease may "
-                    f"start (open {self._ledger.open_slots(side.name)}, published {side.book.published})",
+                    f"start (open {self.ledger.open_slots(side.name)}, published {side.book.published})",
                     fix="report this: the admission rule is broken",
                 )
             first = ", ".join(f"{lease.task.id} (slot {lease.slot})" for lease in missing[:3])
@@ -322,28 +286,26 @@ class Loop:
     async def _publish(self, side: Side, *, first: bool = False, engines: bool = False) -> None:
         """Publish the consumed steps as a version. Policies that learn from demonstrations reach engines only when
         these are about to evaluate (`engines`)."""
-        version = Version(policy=side.name, lineage=self._ledger.lineage, number=side.book.consumed)
+        version = Version(policy=side.name, lineage=self.ledger.lineage, number=side.book.consumed)
         receipts: Mapping[str, Any] = {}
         changed = side.changed or first
-        if self._publisher is not None and (engines or not side.demonstrations):
-            receipts = await self._within(self._publisher.publish(version, changed), f"publishing {version}")
+        if self.publisher is not None and (engines or not side.demonstrations):
+            receipts = await self._within(self.publisher.publish(version, changed), f"publishing {version}")
             side.served, side.changed = version.number, False
-        self._ledger.publish(version, receipts, changed)
+        self.ledger.publish(version, receipts, changed)
         if receipts:
             told = {"policy": side.name, "version": str(version), "changed": changed, "engines": sorted(receipts)}
             self._reports.event("published", step=version.number, **told)
-            if self._observers is not None:
-                with blamed(f"an observer of {version} failed", StoppedError, GO_ON):
-                    self._observers.miles_on_weights(version=version, receipts=receipts)
+            self._observed(str(version), "miles_on_weights", version=version, receipts=receipts)
         self._admit(side)
 
     def _evaluation_due(self, done: int) -> bool:
-        every = self._evaluation.every
-        return every is not None and (done % every == 0 or done == self._steps)
+        every = self.evaluation.every
+        return every is not None and (done % every == 0 or done == self.steps)
 
     async def _evaluate(self, done: int) -> bool:
         """Evaluate every policy that can be; whether this is the best so far (mean reward over policies, or -loss)."""
-        every = self._evaluation.every or 1
+        every = self.evaluation.every or 1
         attempt = done // every + (1 if done % every else 0)
         values: list[float] = []
         for side in self._sides:
@@ -351,14 +313,14 @@ class Loop:
             if setup.evaluate is not None:
                 metrics = dict(await self._within(setup.evaluate(done), f"evaluating policy {side.name!r}"))
             elif setup.eval_sampling is not None:
-                if self._publisher is not None and side.served != side.book.consumed:
+                if self.publisher is not None and side.served != side.book.consumed:
                     await self._publish(side, engines=True)
                 results = await self._sample_evaluation(side, done, attempt, setup.eval_sampling)
                 if not results:
                     continue
                 metrics = {f"eval/{key}": value for key, value in evaluation_metrics(results).items()}
-                if self._rollouts is not None:
-                    self._rollouts.write(side.name, done, "eval", [group for _, group in results])
+                if self.rollouts is not None:
+                    self.rollouts.write(side.name, done, "eval", [group for _, group in results])
             else:
                 continue
             self._reports.metrics(done, metrics, side.name)
@@ -366,57 +328,52 @@ class Loop:
                 if key in metrics and metrics[key][1]:
                     values.append(sign * metrics[key][0] / metrics[key][1])
                     break
-        self._ledger.notes["evaluated"] = done
+        self.ledger.notes["evaluated"] = done
         if not values:
             return False
         value = sum(values) / len(values)
-        best = self._ledger.notes.get("best")
+        best = self.ledger.notes.get("best")
         if done == 0 or (best is not None and value <= best[1]):
             return False  # before the first step there is no checkpoint that could be the best
-        self._ledger.notes["best"] = [done, value]
+        self.ledger.notes["best"] = [done, value]
         return True
 
     async def _sample_evaluation(
         self, side: Side, done: int, attempt: int, sampling: Sampling
     ) -> list[tuple[str, Group]]:
-        leases = [
-            self._ledger.lease(side.name, slot=-1, position=index, env=env, task=task, attempt=attempt, split="eval")
-            for index, (env, task) in enumerate(side.setup.tasks.evaluation(self._evaluation.tasks))
-        ]
-        running = {
-            asyncio.ensure_future(self._sampler.run(lease, group_size=1, sampling=sampling, split="eval")): lease
-            for lease in leases
-        }
         groups: dict[str, Group] = {}
-        pending = set(running)
-        try:
-            while pending:
-                finished, pending = await asyncio.wait(
-                    pending, timeout=self._deadline_s, return_when=asyncio.FIRST_COMPLETED
-                )
-                if not finished:
-                    raise stalled(f"evaluating {len(pending)} tasks of policy {side.name!r}", self._deadline_s)
-                for task in finished:
-                    lease = running[task]
-                    if task.cancelled():
-                        raise cancelled(f"evaluation lease {lease.id}")
-                    groups[lease.id] = task.result()
-                    self._ledger.evaluated(lease, done)
-                self._reports.event("evaluating", policy=side.name, step=done, done=len(groups), of=len(leases))
-        finally:
-            await cancel(pending)
+
+        def accept(lease: Lease, group: Group) -> None:
+            groups[lease.id] = group
+            self.ledger.evaluated(lease, done)
+            self._reports.event("evaluating", policy=side.name, step=done, done=len(groups), of=len(leases))
+
+        leases = [
+            self.ledger.lease(side.name, slot=-1, position=index, env=env, task=task, attempt=attempt, split="eval")
+            for index, (env, task) in enumerate(side.setup.tasks.evaluation(self.evaluation.tasks))
+        ]
+        for lease in leases:
+            side.tasks[lease.id] = asyncio.ensure_future(self._sample(side, lease, 1, sampling, accept))
+        while len(groups) < len(leases):
+            self._wake.clear()
+            missing = len(leases) - len(groups)
+            await self._within(self._wake.wait(), f"evaluating {missing} tasks of policy {side.name!r}")
         return [(lease.env, groups[lease.id]) for lease in leases]
 
     async def _save(self, best: bool) -> None:
-        if self._checkpoint is None:
+        if self.checkpoint is None:
             return
-        saving = self._checkpoint.save(self._round, self._ledger.snapshot(), best=best)
+        saving = self.checkpoint.save(self._round, self.ledger.snapshot(), best=best)
         folder = await self._within(saving, f"the checkpoint of step {self._round}")
         self._saved = self._round
         self._reports.event("checkpoint", step=self._round, best=best, folder=str(folder))
-        if self._observers is not None:
-            with blamed(f"an observer of the checkpoint of step {self._round} failed", StoppedError, GO_ON):
-                self._observers.miles_on_checkpoint(step=self._round, folder=folder)
+        saved = f"the checkpoint of step {self._round}"
+        self._observed(saved, "miles_on_checkpoint", step=self._round, folder=folder)
+
+    def _observed(self, what: str, hook: str, **fields: Any) -> None:
+        if self.observers is not None:
+            with blamed(f"an observer of {what} failed", StoppedError, GO_ON):
+                getattr(self.observers, hook)(**fields)
 
     # --- ends and errors ---------------------------------------------------------------------------------------------
 
@@ -434,26 +391,24 @@ class Loop:
         """Give back what is in flight; and where the run is finished, what waits too."""
         self._closing = True
         for side in self._sides:
-            flying = self._ledger.in_flight(side.name)
             if side.tasks:
-                aborting = self._sampler.abort([lease.id for lease in flying])
+                aborting = self.sampler.abort(list(side.tasks))
                 await self._within(aborting, f"aborting what policy {side.name!r} still samples")
-            await cancel(set(side.tasks.values()))
-            for lease in flying:
-                self._ledger.give_back(lease, f"run {why}")
-            for entry in self._ledger.waiting(side.name) if why == "finished" else ():
-                self._ledger.give_back(entry.lease, f"run {why}")
+            await cancel(side.tasks.values())
+            for lease in self.ledger.in_flight(side.name):
+                self.ledger.give_back(lease, f"run {why}")
+            for entry in self.ledger.waiting(side.name) if why == "finished" else ():
+                self.ledger.give_back(entry.lease, f"run {why}")
 
     async def _cleanup(self, main: asyncio.Future[Any], grace_s: float) -> None:
         """Cancel whatever still runs and write down what was given back; never raises, never waits long."""
         self._closing = True
-        tasks = {task for side in self._sides for task in side.tasks.values()}
-        await cancel({main, *tasks}, grace_s)
+        await cancel([main, *(task for side in self._sides for task in side.tasks.values())], grace_s)
         self._failure.cancel()
-        journal = self._ledger.journal
+        journal = self.ledger.journal
         for side in self._sides if journal is None or not journal.broken else ():
-            for lease in self._ledger.in_flight(side.name):
+            for lease in self.ledger.in_flight(side.name):
                 try:
-                    self._ledger.give_back(lease, "run stopped")
+                    self.ledger.give_back(lease, "run stopped")
                 except StoppedError:
                     return  # the journal takes no more; a resume returns them

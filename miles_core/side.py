@@ -1,20 +1,14 @@
-"""One policy while the loop runs, and the bounded waits that the loop is made of."""
+"""One policy while the loop runs."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
 
 from miles_core.collaborators import PolicySetup
-from miles_core.errors import DeadlineError, StarvedError, StoppedError
+from miles_core.errors import StarvedError
 from miles_core.ledger import Ledger, Open
-
-T = TypeVar("T")
-
-#: How long a cancelled side may take to return before the run goes on without it.
-CANCEL_GRACE_S = 10.0
 
 
 class Side:
@@ -57,41 +51,3 @@ class Side:
                 f"slot {slot} of policy {self.name!r} used {reasons.total()} leases and none could be trained: {told}",
                 fix="loosen what rejects them, give easier or harder tasks, or raise schedule.max_leases_per_slot",
             )
-
-
-async def cancel(tasks: set[Any], grace_s: float = CANCEL_GRACE_S) -> None:
-    """Cancel what is not done and wait for it, a bounded time; errors of cancelled tasks are not ours to raise."""
-    running = {task for task in tasks if not task.done()}
-    for task in running:
-        task.cancel()
-    if running:
-        await asyncio.wait(running, timeout=grace_s)
-    for task in tasks:
-        if task.done() and not task.cancelled():
-            task.exception()  # seen
-
-
-def stalled(what: str, deadline_s: float) -> DeadlineError:
-    return DeadlineError(
-        f"waiting for {what}: nothing happened for {deadline_s:g} s (schedule.stall_deadline_s)",
-        fix="look at the engines' and trainer's logs, raise schedule.stall_deadline_s if they are only slow, and go on "
-        "with `miles run --resume`",
-    )
-
-
-def cancelled(what: str) -> StoppedError:
-    return StoppedError(f"{what} was cancelled from outside the loop", fix="go on with `miles run --resume`")
-
-
-async def within(awaited: Awaitable[T], what: str, deadline_s: float) -> T:
-    """Wait for one thing, no longer than `deadline_s`; cancelled with whoever waits."""
-    task = asyncio.ensure_future(awaited)
-    try:
-        await asyncio.wait({task}, timeout=deadline_s)
-        if not task.done():
-            raise stalled(what, deadline_s)
-        if task.cancelled():
-            raise cancelled(what)
-        return task.result()
-    finally:
-        await cancel({task})

@@ -1,0 +1,56 @@
+"""Bounded waits: the few ways in which core waits for something, and what it does where that does not end well."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Iterable
+from typing import Any, TypeVar
+
+from miles_core.errors import DeadlineError, StoppedError
+
+T = TypeVar("T")
+
+#: How long a cancelled side may take to return before the run goes on without it.
+CANCEL_GRACE_S = 10.0
+
+
+async def cancel(tasks: Iterable[asyncio.Future[Any]], grace_s: float = CANCEL_GRACE_S) -> None:
+    """Cancel what is not done and wait for it, a bounded time; errors of cancelled tasks are not ours to raise."""
+    tasks = list(tasks)
+    running = [task for task in tasks if not task.done()]
+    for task in running:
+        task.cancel()
+    if running:
+        await asyncio.wait(running, timeout=grace_s)
+    for task in tasks:
+        if task.done() and not task.cancelled():
+            task.exception()  # seen
+
+
+async def finish_all(awaited: Iterable[Awaitable[Any]]) -> None:
+    """Wait for every one, also where one of them fails; the first failure surfaces."""
+    for result in await asyncio.gather(*awaited, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result
+
+
+async def within(awaited: Awaitable[T], what: str, deadline_s: float) -> T:
+    """Wait for one thing, no longer than `deadline_s`; cancelled with whoever waits."""
+    task = asyncio.ensure_future(awaited)
+    try:
+        await asyncio.wait({task}, timeout=deadline_s)
+        if not task.done():
+            raise DeadlineError(
+                f"waiting for {what}: nothing happened for {deadline_s:g} s (schedule.stall_deadline_s)",
+                fix="look at the engines' and trainer's logs, raise schedule.stall_deadline_s if they are only slow, "
+                "and go on with `miles run --resume`",
+            )
+        if task.cancelled():
+            raise cancelled(what)
+        return task.result()
+    finally:
+        await cancel({task})
+
+
+def cancelled(what: str) -> StoppedError:
+    return StoppedError(f"{what} was cancelled from outside the loop", fix="go on with `miles run --resume`")

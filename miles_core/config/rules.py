@@ -8,13 +8,18 @@ group says so with the requirement `siblings`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import PurePath
 
+from miles_core.config.binding import join
 from miles_core.config.schema import OffPolicy, Policy, RunFile
 from miles_core.discovery import Catalogue
 from miles_core.errors import CombinationError, ConfigRangeError, MilesError
 
 GROUP_BASELINES = ("group", "leave_one_out", "centred")
+
+#: What is wrong with a combination, and the fix.
+Wrong = Iterator[tuple[str, str]]
 
 
 def check(run_file: RunFile, catalogue: Catalogue) -> None:
@@ -24,180 +29,167 @@ def check(run_file: RunFile, catalogue: Catalogue) -> None:
 
 
 def violations(run_file: RunFile, catalogue: Catalogue) -> Iterator[MilesError]:
-    """Every combination of this run file that is refused."""
+    """Every value and every combination of this run file that is refused."""
+    for message, fix in _ranges(run_file):
+        yield ConfigRangeError(message, fix=fix)
+    policies = run_file.policies.values()
+    rules = [rule(policy) for policy in policies for rule in (_model, _schedule, _algorithm, _roles)]
+    rules += [_siblings(policy, catalogue) for policy in policies]
+    for message, fix in chain(*rules, _engines(run_file, catalogue)):
+        yield CombinationError(message, fix=fix)
+
+
+def _at_most(path: str, value: int, limit: int, why: str) -> Wrong:
+    if value > limit:
+        yield f"{path} is {value}, and {why}; it must be at most {limit}", f"write {path}={limit} or less"
+
+
+def _ranges(run_file: RunFile) -> Wrong:
+    """Values out of a range that no bound of a field can state."""
     below = PurePath(run_file.run.name)
     if run_file.run.dir is None and (below.is_absolute() or ".." in below.parts or not below.parts):
-        yield ConfigRangeError(
+        yield (
             f"run.name is {run_file.run.name!r}; it names a folder below runs/",
-            fix="write a plain name; a run elsewhere is run.dir=…",
+            "write a plain name; a run elsewhere is run.dir=…",
         )
-    for name, policy in run_file.policies.items():
-        prefix = "" if "policies" not in run_file.tree else f"policies.{name}."
-        yield from _model(policy, prefix)
-        yield from _schedule(policy, prefix)
-        yield from _algorithm(policy, prefix, run_file, catalogue)
-        yield from _roles(policy, prefix)
-        if sum(part.core.weight for part in policy.envs.values()) <= 0:
-            yield CombinationError(
-                f"{prefix}envs: every weight is 0, so no task can be drawn", fix="give one a weight above 0"
+    for part in run_file.engines.values():
+        if part.core.temperature <= 0:
+            yield (
+                f"{part.at}.temperature is {part.core.temperature:g}; sampling to train on needs one above 0",
+                "write 1.0; evaluations are greedy with eval.temperature: 0",
             )
-    yield from _engines(run_file, catalogue)
+        if part.core.top_p <= 0:
+            yield f"{part.at}.top_p is {part.core.top_p:g}; it must be above 0", "write 1.0 to keep all"
 
 
-def _model(policy: Policy, prefix: str) -> Iterator[MilesError]:
-    at, keys = f"{prefix}model", policy.model.core
+def _model(policy: Policy) -> Wrong:
+    at, keys = policy.model.at, policy.model.core
     if (keys.source is None) == (keys.architecture is None):
         given = "neither" if keys.source is None else "both"
-        yield CombinationError(
+        yield (
             f"{at} gives {given} of source and architecture; a model comes from exactly one",
-            fix=f"write {at}.source: FOLDER, or {at}.architecture: {{…}} to draw one at random"
-            if given == "neither"
-            else f"remove one, e.g. {at}.source=null",
+            f"write {at}.source: FOLDER, or {at}.architecture: {{…}} to draw one at random; not both",
         )
-    if keys.architecture is not None and "model_type" not in keys.architecture:
-        yield CombinationError(
-            f"{at}.architecture has no model_type", fix=f"add {at}.architecture.model_type, e.g. qwen3"
-        )
+    if keys.architecture is not None and not keys.architecture.get("model_type"):
+        yield f"{at}.architecture has no model_type", f"add {at}.architecture.model_type, e.g. qwen3"
     if keys.architecture is not None and keys.tokenizer is None:
-        yield CombinationError(
+        yield (
             f"{at}.architecture is drawn at random and has no tokenizer of its own",
-            fix=f"add {at}.tokenizer, e.g. chars with {at}.alphabet, or a folder",
+            f"add {at}.tokenizer, e.g. chars with {at}.alphabet, or a folder",
         )
     if (keys.tokenizer == "chars") != (keys.alphabet is not None):
-        yield CombinationError(
+        yield (
             f"{at}.tokenizer is {keys.tokenizer!r} and {at}.alphabet is {keys.alphabet!r}; "
             "an alphabet belongs to the tokenizer `chars`",
-            fix=f"give both `tokenizer: chars` and `alphabet`, or neither, in {at}",
+            f"give both `tokenizer: chars` and `alphabet`, or neither, in {at}",
         )
 
 
-def _schedule(policy: Policy, prefix: str) -> Iterator[MilesError]:
-    at, s = f"{prefix}schedule", policy.schedule
-    if s.updates_per_step > s.groups_per_step:
-        yield CombinationError(
-            f"{at}.updates_per_step is {s.updates_per_step}, but a step has {s.groups_per_step} groups, and a group is "
-            "never split",
-            fix=f"lower it to {s.groups_per_step}, or raise {at}.groups_per_step",
-        )
-    if s.min_group_size > s.group_size:
-        yield CombinationError(
-            f"{at}.min_group_size is {s.min_group_size}, but a group has {s.group_size} episodes",
-            fix=f"lower it to {s.group_size} at most",
-        )
-    if s.publish_every > s.max_staleness + 1:
-        yield CombinationError(
-            f"{at}.publish_every is {s.publish_every}: tokens would lag up to {s.publish_every - 1} steps, and "
-            f"{at}.max_staleness allows {s.max_staleness}",
-            fix=f"write {at}.max_staleness={s.publish_every - 1}, or {at}.publish_every={s.max_staleness + 1}",
-        )
+def _schedule(policy: Policy) -> Wrong:
+    at, s = join(policy.at, "schedule"), policy.schedule
+    yield from _at_most(f"{at}.updates_per_step", s.updates_per_step, s.groups_per_step, "a group is never split")
+    yield from _at_most(f"{at}.min_group_size", s.min_group_size, s.group_size, f"a group has {s.group_size} episodes")
+    lag = f"{at}.max_staleness is {s.max_staleness}"
+    yield from _at_most(
+        f"{at}.publish_every", s.publish_every, s.max_staleness + 1, f"{lag}, and tokens would lag more"
+    )
     if policy.algorithm.keys.episodes == "demonstrations":
         if s.group_size != 1:
-            yield CombinationError(
-                f"{at}.group_size is {s.group_size}, but demonstrations are one episode a task", fix="write 1"
-            )
+            yield f"{at}.group_size is {s.group_size}, but demonstrations are one episode a task", "write 1"
         if s.max_staleness != 0:
-            yield CombinationError(
-                f"{at}.max_staleness is {s.max_staleness}, but demonstrations are not sampled and cannot be stale",
-                fix="write 0",
-            )
+            yield f"{lag}, but demonstrations are not sampled and cannot be stale", "write 0"
     elif s.max_staleness > 0 and s.off_policy is OffPolicy.corrected and not policy.algorithm.many("corrections"):
-        yield CombinationError(
-            f"{at}.max_staleness is {s.max_staleness} (asynchronous), and algorithm.corrections names no off-policy "
-            "correction",
-            fix=f"add a correction, or say {at}.off_policy=uncorrected, or {at}.max_staleness=0",
+        yield (
+            f"{lag} (asynchronous), and algorithm.corrections names no off-policy correction",
+            f"add a correction, or say {at}.off_policy=uncorrected, or {at}.max_staleness=0",
         )
 
 
-def _algorithm(policy: Policy, prefix: str, run_file: RunFile, catalogue: Catalogue) -> Iterator[MilesError]:
-    at, algorithm = f"{prefix}algorithm", policy.algorithm
-    sampled = algorithm.keys.episodes == "sampled"
-    for field in algorithm.parts:
-        for part in algorithm.many(field):
+def _siblings(policy: Policy, catalogue: Catalogue) -> Wrong:
+    if policy.schedule.group_size > 1 or policy.algorithm.keys.episodes != "sampled":
+        return
+    for field, parts in policy.algorithm.parts.items():
+        for part in parts.values():
             needs = catalogue.load(part.kind, part.use).provider.required(part.options)
-            siblings = "siblings" in needs or (field == "advantage" and part.use in GROUP_BASELINES)
-            if siblings and sampled and policy.schedule.group_size == 1:
-                yield CombinationError(
-                    f"{prefix}schedule.group_size is 1, and {at}.{field} ({part.use}) compares the episodes of a "
-                    "group: every advantage would be 0",
-                    fix=f"write {prefix}schedule.group_size=8, or choose another {field}",
+            if "siblings" in needs or (field == "advantage" and part.use in GROUP_BASELINES):
+                at = join(policy.at, "schedule.group_size")
+                yield (
+                    f"{at} is 1, and {part.at} ({part.use}) compares the episodes of a group: nothing to learn",
+                    f"write {at}=8, or choose another {field}",
                 )
-    advantage, reward_kl = algorithm.one("advantage"), algorithm.one("reward_kl")
-    if reward_kl is not None and advantage is not None and advantage.use in ("group", "leave_one_out"):
-        yield CombinationError(
+
+
+def _algorithm(policy: Policy) -> Wrong:
+    at, algorithm = join(policy.at, "algorithm"), policy.algorithm
+    advantage = algorithm.one("advantage")
+    if algorithm.one("reward_kl") and advantage and advantage.use in ("group", "leave_one_out"):
+        yield (
             f"{at}.reward_kl is given, and {at}.advantage ({advantage.use}) does not read it",
-            fix=f"use {at}.kl (a loss term), or an advantage that takes the KL from the reward",
+            f"use {at}.kl (a loss term), or an advantage that takes the KL from the reward",
         )
-    policy_terms = [p for field in ("loss", "distill") for p in algorithm.many(field) if p.kind == "term"]
-    if all(part.core.coef == 0 for part in policy_terms):
-        yield CombinationError(f"{at}.loss has the coefficient 0: nothing would be learned", fix="give it one")
-    if algorithm.keys.aggregation == "constant" and algorithm.keys.constant_length is None and not run_file.engines:
-        yield CombinationError(
-            f"{at}.aggregation is constant, and there is no rollout whose max_new_tokens could be its length",
-            fix=f"add {at}.constant_length",
-        )
+    terms = [part for field in ("loss", "distill") for part in algorithm.many(field) if part.kind == "term"]
+    if all(part.core.coef == 0 for part in terms):
+        yield f"{at}.loss has the coefficient 0: nothing would be learned", "give it one"
+    if sum(part.core.weight for part in policy.envs.values()) <= 0:
+        yield f"{join(policy.at, 'envs')}: every weight is 0, so no task can be drawn", "give one a weight above 0"
 
 
-def _roles(policy: Policy, prefix: str) -> Iterator[MilesError]:
-    roles = policy.roles
+def _roles(policy: Policy) -> Wrong:
+    roles, path = policy.roles, join(policy.at, "roles")
     for name, role in roles.items():
-        at = f"{prefix}roles.{name}"
+        at = f"{path}.{name}"
         if role.init and role.source:
-            yield CombinationError(f"{at} gives both init and source", fix="keep one")
+            yield f"{at} gives both init and source", "keep one"
         if role.init and role.init not in roles:
-            yield CombinationError(
-                f"{at}.init is {role.init!r}, which is no role; roles: {', '.join(roles)}", fix="name one of them"
-            )
+            yield f"{at}.init is {role.init!r}, which is no role; roles: {', '.join(roles)}", "name one of them"
         if role.update in ("copy", "ema", "shares", "adapter_off") and not role.init:
-            yield CombinationError(
-                f"{at}.update is {role.update.value!r} and {at}.init names no role to follow", fix="add init: actor"
-            )
+            yield f"{at}.update is {role.update.value!r} and {at}.init names no role to follow", "add init: actor"
         met = [name]
         while (following := roles[met[-1]].init) in roles:
-            if following in met:
-                yield CombinationError(f"{at}.init goes in a circle: {' -> '.join([*met, following])}", fix="break it")
-                break
             met.append(following)
-    if roles["actor"].update != "trained":
-        yield CombinationError(
-            f"{prefix}roles.actor.update is {roles['actor'].update.value!r}; the actor is what is trained",
-            fix="remove it, or write trained",
-        )
+            if following in met[:-1]:
+                yield f"{at}.init goes in a circle: {' -> '.join(met)}", "break it"
+                break
+    actor = roles["actor"].update
+    if actor != "trained":
+        yield f"{path}.actor.update is {actor.value!r}; the actor is what is trained", "remove it, or write trained"
 
 
-def _engines(run_file: RunFile, catalogue: Catalogue) -> Iterator[MilesError]:
-    singular = "rollout" in run_file.tree
-    sampled = any(p.algorithm.keys.episodes == "sampled" for p in run_file.policies.values())
-    for name, part in run_file.engines.items():
-        at, core = "rollout" if singular else f"engines.{name}", part.core
-        if core.temperature <= 0:
-            yield ConfigRangeError(
-                f"{at}.temperature is {core.temperature:g}; sampling to train on needs a temperature above 0",
-                fix="write 1.0; evaluations are greedy with eval.temperature: 0",
-            )
-        if core.top_p <= 0:
-            yield ConfigRangeError(f"{at}.top_p is {core.top_p:g}; it must be above 0", fix="write 1.0 to keep all")
+def _engines(run_file: RunFile, catalogue: Catalogue) -> Wrong:
+    policies = run_file.policies.values()
+    sampled = any(policy.algorithm.keys.episodes == "sampled" for policy in policies)
+    for part in run_file.engines.values():
+        core, at = part.core, part.at
         offers = catalogue.load(part.kind, part.use).provider.offered(part.options)
         if sampled and (core.top_p < 1 or core.top_k is not None) and "keep_ids" not in offers:
             cut = f"top_p is {core.top_p:g}" if core.top_p < 1 else f"top_k is {core.top_k}"
-            yield CombinationError(
+            yield (
                 f"{at}.{cut}, and {part.use!r} does not offer keep_ids: training could not know which tokens were kept",
-                fix=f"write {at}.top_p: 1.0 and {at}.top_k: null, or use an engine that offers keep_ids",
+                f"write {at}.top_p: 1.0 and {at}.top_k: null, or use an engine that offers keep_ids",
             )
-    if sampled and not run_file.engines:
-        installed = ", ".join(catalogue.names("rollout")) or "none"
-        yield CombinationError(
-            f"episodes are sampled, and the run file has no section rollout; installed rollout plugins: {installed}",
-            fix="add `rollout: {use: …}`, or use a preset that learns from demonstrations",
+    if run_file.engines:
+        count = sum(part.core.count for part in run_file.engines.values())
+        if run_file.sync is None:
+            yield (
+                "engines sample from the trained model, and the run file has no section sync; "
+                f"installed sync plugins: {catalogue.installed('sync')}",
+                "add `sync: {use: …}`",
+            )
+        else:
+            yield from _at_most(
+                "sync.min_engines", run_file.sync.core.min_engines, count, f"the run has {count} engines"
+            )
+        return
+    if sampled:
+        yield (
+            "episodes are sampled, and the run file has no section rollout; "
+            f"installed rollout plugins: {catalogue.installed('rollout')}",
+            "add `rollout: {use: …}`, or use a preset that learns from demonstrations",
         )
-    if run_file.engines and run_file.sync is None:
-        installed = ", ".join(catalogue.names("sync")) or "none"
-        yield CombinationError(
-            f"engines sample from the trained model, and the run file has no section sync; installed: {installed}",
-            fix="add `sync: {use: …}`",
-        )
-    count = sum(part.core.count for part in run_file.engines.values())
-    if run_file.engines and run_file.sync is not None and run_file.sync.core.min_engines > count:
-        yield CombinationError(
-            f"sync.min_engines is {run_file.sync.core.min_engines}, and the run has {count} engines",
-            fix=f"write sync.min_engines: {count} at most",
-        )
+    for policy in policies:
+        keys, at = policy.algorithm.keys, join(policy.at, "algorithm")
+        if keys.aggregation == "constant" and keys.constant_length is None:
+            yield (
+                f"{at}.aggregation is constant, and there is no rollout whose max_new_tokens could be its length",
+                f"add {at}.constant_length",
+            )

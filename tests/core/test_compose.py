@@ -350,13 +350,17 @@ WRONG = [
     (
         CombinationError,
         "schedule.updates_per_step=17",
-        r"schedule.updates_per_step is 17, but a step has 16 groups.*\n.*",
+        r"schedule.updates_per_step is 17, and a group is never split; it must be at most 16\n.*",
     ),
-    (CombinationError, "schedule.min_group_size=9", r"schedule.min_group_size is 9, but a group has 8 episodes\n.*"),
+    (
+        CombinationError,
+        "schedule.min_group_size=9",
+        r"schedule.min_group_size is 9, and a group has 8 episodes; .* at most 8\n.*",
+    ),
     (
         CombinationError,
         "schedule.publish_every=2",
-        r"schedule.publish_every is 2: tokens would lag up to 1 steps.*\n.*",
+        r"schedule.publish_every is 2, and schedule.max_staleness is 0: .* at most 1\n.*",
     ),
     (
         CombinationError,
@@ -376,7 +380,7 @@ WRONG = [
         "sync=null",
         r"engines sample from the trained model, and the run file has no section sync.*\n.*",
     ),
-    (CombinationError, "sync.min_engines=2", r"sync.min_engines is 2, and the run has 1 engines\n.*"),
+    (CombinationError, "sync.min_engines=2", r"sync.min_engines is 2, and the run has 1 engines; .* at most 1\n.*"),
     (CombinationError, "env.weight=0", r"envs: every weight is 0, so no task can be drawn\n.*"),
     (CombinationError, "roles.reference.update=copy", r"roles.reference.update is 'copy' and .* names no role .*\n.*"),
     (CombinationError, "roles.old.init=actr", r"roles.old.init is 'actr', which is no role; roles: actor, old\n.*"),

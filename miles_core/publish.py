@@ -21,15 +21,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from miles_core.contracts.weights import Evidence, Manifest, Receipt
 from miles_core.errors import DeadlineError, WeightError, blamed, clause
 from miles_core.records import Version
+from miles_core.waits import CANCEL_GRACE_S, cancel, finish_all
 
 if TYPE_CHECKING:
     from miles_core.config.schema import SyncKeys
     from miles_core.contracts.launcher import Workers
     from miles_core.contracts.weights import Link, TensorSpec, Transport
     from miles_core.pool import Pool
-
-#: How long a cancelled side may take to come back.
-CANCEL_GRACE_S = 10.0
 
 OnServing = Callable[[Mapping[str, Any]], Awaitable[None]]
 
@@ -90,6 +88,8 @@ class Publisher:
             started = time.perf_counter()
             receipts: dict[str, Receipt] = {}
             members = await self._candidates()
+            if not members:
+                self.pool.check_quorum()
             if not changed and self._last is not None and set(members) == set(self.pool.members()):
                 self.pool.alias(self._last, version)
             else:
@@ -110,9 +110,7 @@ class Publisher:
 
     async def close(self) -> None:
         """Close every link; the first failure surfaces."""
-        for result in await asyncio.gather(*(link.close() for link in self._links.values()), return_exceptions=True):
-            if isinstance(result, BaseException):
-                raise result
+        await finish_all(link.close() for link in self._links.values())
 
     async def _with_retries(self, version: Version, members: tuple[str, ...]) -> dict[str, Receipt]:
         while True:
@@ -125,10 +123,7 @@ class Publisher:
                 if len(members) < self.pool.min_engines:
                     for name in members:  # they wait, paused, and have no receipt: leave nothing half-open
                         self.pool.quarantine(name, f"{version}: too few members for a publication")
-                    try:
-                        self.pool.check_quorum()
-                    except Exception as error:
-                        raise error from next(iter(fault.faults.values()))
+                    self.pool.check_quorum()
 
     async def _candidates(self) -> tuple[str, ...]:
         """Members, and quarantined ones that say they are well: those are sent everything again."""
@@ -145,15 +140,12 @@ class Publisher:
             self._connected = (members, self.pool.losses)
         manifest = await self._stage(version, deadline)
 
-        def carry() -> Awaitable[Any]:
-            return self._call("carry", version, deadline=deadline)
-
         staged = self._transport.phase == "staged"
-        await self._both(carry if staged else None, {n: link.stage(manifest) for n, link in links.items()}, deadline)
+        carry = self._call("carry", version, deadline=deadline) if staged else None
+        await self._both(carry, {n: link.stage(manifest) for n, link in links.items()}, deadline)
         await self._both(None, {n: self.pool.hold(n, self._mode) for n in members}, deadline)
-        found: dict[str, Receipt] = await self._both(
-            None if staged else carry, {n: link.carry(manifest) for n, link in links.items()}, deadline
-        )
+        carry = None if staged else self._call("carry", version, deadline=deadline)
+        found = await self._both(carry, {n: link.carry(manifest) for n, link in links.items()}, deadline)
         self._admit(manifest, found)
         await self._both(None, {n: self.pool.release(n) for n in members}, deadline)
         return found
@@ -171,12 +163,9 @@ class Publisher:
                 f"there are {len(senders)} and {sorted(links)}",
                 fix="return one blob per rank and one per link from plan()",
             )
-
-        async def ranks() -> None:
-            await asyncio.gather(
-                *(self._call("connect", self.policy, b, rank=r, deadline=deadline) for r, b in enumerate(plan.senders))
-            )
-
+        ranks = asyncio.gather(
+            *(self._call("connect", self.policy, b, rank=r, deadline=deadline) for r, b in enumerate(plan.senders))
+        )
         await self._both(ranks, {name: link.connect(plan.links[name]) for name, link in links.items()}, deadline)
         self._specs = specs
 
@@ -218,7 +207,7 @@ class Publisher:
             return await self._trainer.call(method, *args, rank=rank, timeout_s=left)
 
     async def _both(
-        self, main: Callable[[], Awaitable[Any]] | None, sides: Mapping[str, Awaitable[Any]], deadline: float
+        self, main: Awaitable[Any] | None, sides: Mapping[str, Awaitable[Any]], deadline: float
     ) -> dict[str, Any]:
         """Run the trainer's side and every member's side at once: the members' results.
 
@@ -226,33 +215,36 @@ class Publisher:
         the trainer's side raised.
         """
         tasks = {name: asyncio.ensure_future(side) for name, side in sides.items()}
-        trainer = None if main is None else asyncio.ensure_future(main())
-        waiting = [*tasks.values(), *([] if trainer is None else [trainer])]
-        if not waiting:
-            return {}
+        trainer = [] if main is None else [asyncio.ensure_future(main)]
         try:
             left = max(deadline - time.monotonic(), 0.001)
+            waiting: list[asyncio.Future[Any]] = [*tasks.values(), *trainer]
             _, late = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_EXCEPTION)
             faults = {n: e for n, t in tasks.items() if t.done() and (e := t.exception()) is not None}
-            error = trainer.exception() if trainer is not None and trainer.done() else None
-            slow = [name for name, task in tasks.items() if task in late]
+            error = trainer[0].exception() if trainer and trainer[0].done() else None
         finally:
-            await self._cancel(trainer, tasks.values())
-        if not faults and error is None and not late:
+            if trainer and not trainer[0].done():
+                self._trainer.interrupt()
+            await cancel(tasks.values())
+            if trainer:  # it comes back by itself
+                await asyncio.wait(trainer, timeout=CANCEL_GRACE_S)
+                await cancel(trainer)
+        if not (faults or error or late):
             return {name: task.result() for name, task in tasks.items()}
+        slow = [name for name, task in tasks.items() if task in late]
         if not faults:
-            faults = await self._unwell(slow if error is None else list(tasks))
-        if not faults and error is not None:
+            faults = await self._unwell(list(tasks) if error else slow)
+        if not faults and error:
             raise error
         if not faults:  # the deadline passed and every member says that it is well
-            late_error = DeadlineError(
+            passed = DeadlineError(
                 f"publication passed {self._keys.deadline_s:g} s, waiting for {slow or 'the trainer'}",
                 fix="raise sync.deadline_s, or find out why the transport is slow",
             )
             if not slow:
-                raise late_error
-            faults = dict.fromkeys(slow, late_error)
-        raise _AtFaultError(faults)
+                raise passed
+            faults = dict.fromkeys(slow, passed)
+        raise _AtFaultError(faults) from next(iter(faults.values()))
 
     async def _unwell(self, names: Sequence[str]) -> dict[str, BaseException]:
         health = await asyncio.gather(*(self.pool.health(name) for name in names))
@@ -261,19 +253,6 @@ class Publisher:
             for name, state in zip(names, health, strict=True)
             if not state.ok
         }
-
-    async def _cancel(self, trainer: asyncio.Future[Any] | None, tasks: Any) -> None:
-        """Cancel what still runs on either side and wait for it, for a bounded time."""
-        running = [task for task in tasks if not task.done()]
-        for task in running:
-            task.cancel()
-        if trainer is not None and not trainer.done():
-            self._trainer.interrupt()
-            running.append(trainer)
-        if running:
-            await asyncio.wait(running, timeout=CANCEL_GRACE_S)
-        if trainer is not None and not trainer.done():
-            trainer.cancel()
 
 
 class Publishers:

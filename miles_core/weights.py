@@ -168,7 +168,6 @@ class ServingGate:
         self._serves: dict[str, dict[str, Version]] = {}  # engine -> policy -> version on its last receipt
         self._aliases: dict[Version, Version] = {}
         self._checked: dict[tuple[str, str], dict[str, int]] = {}  # (engine, policy) -> tensor -> receipts since
-        self._verified: dict[Version, str] = {}  # version -> root
 
     def admit(self, manifest: Manifest, receipt: Receipt) -> None:
         """Let `receipt.engine` serve `manifest.version`; `WeightError` (and no change) where the receipt falls short.
@@ -183,14 +182,12 @@ class ServingGate:
             name: 0 if name in receipt.digests else age.get(name, 0) + 1 for name in manifest.digests
         }
         self._serves.setdefault(receipt.engine, {})[policy] = manifest.version
-        self._verified[manifest.version] = manifest.root
 
     def alias(self, old: Version, new: Version) -> None:
         """`new` holds the very weights of `old`: who serves one serves the other."""
-        if old.policy != new.policy or not any(self.version(e, old.policy) == old for e in self._serves):
+        if old.policy != new.policy or self.named(old) != old or not self.serving(old):
             raise WeightError(f"{new} cannot stand for {old}, which no engine serves", fix="publish it with weights")
         self._aliases[old] = new
-        self._verified[new] = self._verified.get(old, "")
 
     def named(self, version: Version) -> Version:
         """The newest alias of `version`."""
@@ -209,10 +206,6 @@ class ServingGate:
         """The engines that may serve exactly `version`."""
         return tuple(e for e in self._serves if self.version(e, version.policy) == self.named(version))
 
-    def verified(self, version: Version) -> bool:
-        """Whether some receipt for `version` (or for the version that it is an alias of) was ever admitted."""
-        return version in self._verified
-
     def revoke(self, engine: str) -> None:
         """The member serves nothing until its next receipt, which must cover every tensor again."""
         self._serves.pop(engine, None)
@@ -220,22 +213,11 @@ class ServingGate:
             del self._checked[key]
 
     def state(self) -> dict[str, Any]:
-        """Plain data for the gates of other processes; see `follow`."""
-
-        def plain(v: Version) -> list[Any]:
-            return [v.policy, v.lineage, v.number]
-
-        return {
-            "serves": {e: [plain(v) for v in held.values()] for e, held in self._serves.items()},
-            "aliases": [[plain(a), plain(b)] for a, b in self._aliases.items()],
-        }
+        """What gates of other processes `follow`."""
+        serves = {engine: list(held.values()) for engine, held in self._serves.items()}
+        return {"serves": serves, "aliases": list(self._aliases.items())}
 
     def follow(self, state: Mapping[str, Any]) -> None:
         """Take over what the controller's gate decided (in sampler processes, which see no receipts)."""
-
-        def version(raw: Sequence[Any]) -> Version:
-            return Version(policy=raw[0], lineage=raw[1], number=raw[2])
-
-        self._serves = {e: {v.policy: v for v in map(version, held)} for e, held in state["serves"].items()}
-        self._aliases = {version(a): version(b) for a, b in state["aliases"]}
-        self._verified |= {v: "" for held in self._serves.values() for v in held.values()}
+        self._serves = {engine: {v.policy: v for v in held} for engine, held in state["serves"].items()}
+        self._aliases = dict(state["aliases"])

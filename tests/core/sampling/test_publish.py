@@ -163,9 +163,9 @@ def test_live_order_of_calls():
             "trainer.specs",
             "trainer.describe",
             "e0.describe",
-            "e0.connect",
             "trainer.connect.0",
             "trainer.connect.1",
+            "e0.connect",
             "trainer.stage",
             "e0.stage",
             "e0.pause.recompute",
@@ -179,7 +179,7 @@ def test_live_order_of_calls():
         rig.log.clear()
         await rig.publisher.publish(version(1))  # the connection is kept
         assert rig.log[:2] == ["trainer.stage", "e0.stage"]
-        assert rig.states[-1]["gate"]["serves"]["e0"] == [["main", 0, 1]]
+        assert rig.states[-1]["gate"]["serves"]["e0"] == [version(1)]
         assert rig.events == ["weights_carried", "weights_carried"]
 
     run(main())

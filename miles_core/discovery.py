@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.metadata
+import inspect
 import re
 import sys
 import threading
@@ -25,9 +26,12 @@ from miles_core import API_VERSIONS, PROJECT, __version__, hookspecs
 from miles_core.errors import (
     AmbiguousPluginError,
     IncompatiblePluginError,
+    MilesError,
     PluginContractError,
     PluginLoadError,
     UnknownPluginError,
+    blamed,
+    clause,
 )
 from miles_core.provider import Provider
 
@@ -141,41 +145,43 @@ class Catalogue:
         """`fits`, or why `load` would refuse, from metadata alone."""
         if entry.kind not in API_VERSIONS:
             return "unknown kind"
-        if entry.major != API_VERSIONS[entry.kind]:
-            return f"API v{entry.major}, core speaks v{API_VERSIONS[entry.kind]}"
-        if not self._in_range(entry):
-            return f"needs miles-core{entry.requires_core}"
-        rivals = {e.distribution for e in self.entries(entry.kind) if (e.name, e.major) == (entry.name, entry.major)}
-        return "fits" if len(rivals) == 1 else f"name clash: {', '.join(sorted(rivals))}"
+        refused = self._refused(entry)
+        return refused[0] if refused else "fits"
 
     def find(self, kind: str, name: str) -> Entry:
         """The entry that `name` stands for, judged by metadata only (unknown, ambiguous, gates A and B)."""
-        named = [e for e in self.entries(kind) if e.name == name and kind in API_VERSIONS]
-        if not named:
+        named = [e for e in self.entries(kind) if e.name == name]
+        if not named or kind not in API_VERSIONS:
             raise self._unknown(kind, name)
-        ours = API_VERSIONS[kind]
-        fitting = [e for e in named if e.major == ours]
-        if not fitting:
-            entry = named[0]
-            raise IncompatiblePluginError(
+        entry = next((e for e in named if e.major == API_VERSIONS[kind]), named[0])
+        if refused := self._refused(entry):
+            raise refused[1]
+        return entry
+
+    def _refused(self, entry: Entry) -> tuple[str, MilesError] | None:
+        """Why an entry of a known kind is not loaded: in short, and as the error."""
+        kind, ours = entry.kind, API_VERSIONS[entry.kind]
+        if entry.major != ours:
+            return f"API v{entry.major}, core speaks v{ours}", IncompatiblePluginError(
                 f"{entry} targets {kind} API v{entry.major}; miles-core {self.core_version} speaks v{ours}",
                 fix=f"install a release of {entry.distribution} for {kind} API v{ours}"
                 + (f", or upgrade {CORE}" if entry.major > ours else ""),
             )
-        if len({e.distribution for e in fitting}) > 1:
-            both = " and ".join(f"{e.distribution} {e.version}" for e in fitting)
-            raise AmbiguousPluginError(
-                f"two distributions offer the {kind} plugin {name!r}: {both}",
-                fix=f"uninstall one of them, e.g. pip uninstall {fitting[-1].distribution}",
+        rivals = [e for e in self.entries(kind) if (e.name, e.major) == (entry.name, ours)]
+        if len({e.distribution for e in rivals}) > 1:
+            both = " and ".join(f"{e.distribution} {e.version}" for e in rivals)
+            return f"name clash: {', '.join(e.distribution for e in rivals)}", AmbiguousPluginError(
+                f"two distributions offer the {kind} plugin {entry.name!r}: {both}",
+                fix=f"uninstall one of them, e.g. pip uninstall {rivals[-1].distribution}",
             )
-        entry = fitting[0]
+        wanted = f"miles-core{entry.requires_core}"
         if not self._in_range(entry):
-            raise IncompatiblePluginError(
-                f"{entry} needs miles-core{entry.requires_core}; miles-core {self.core_version} is installed",
-                fix=f"pip install 'miles-core{entry.requires_core}', or install a release of {entry.distribution} "
-                f"that takes miles-core {self.core_version}",
+            return f"needs {wanted}", IncompatiblePluginError(
+                f"{entry} needs {wanted}; miles-core {self.core_version} is installed",
+                fix=f"pip install '{wanted}', or install a release of {entry.distribution} that takes miles-core "
+                f"{self.core_version}",
             )
-        return entry
+        return None
 
     def load(self, kind: str, name: str) -> Loaded:
         """Import the module that offers `name`, and nothing else.
@@ -218,8 +224,8 @@ class Catalogue:
             if self.pm.is_registered(module):  # unknown hooks are only found after registration
                 self.pm.unregister(module)
             raise PluginContractError(
-                f"{entry} breaks the hook contract: {_reason(error)}", fix=_hook_fix(error)
-            ) from (error)
+                f"{entry} breaks the hook contract: {clause(error)}", fix=_hook_fix(str(error))
+            ) from error
         return module
 
     def _providers(self, entry: Entry, module: ModuleType) -> dict[str, Provider[Any, Any]]:
@@ -227,13 +233,9 @@ class Catalogue:
         for impl in getattr(self.pm.hook, f"miles_{entry.kind}").get_hookimpls():
             if impl.plugin is not module:
                 continue
-            try:
+            fix = "a hook only describes; move what can fail into `build`"
+            with blamed(f"{entry}: miles_{entry.kind}() raised", PluginContractError, fix):
                 given = impl.function()
-            except Exception as error:
-                raise PluginContractError(
-                    f"{entry}: miles_{entry.kind}() raised {type(error).__name__}: {error}",
-                    fix="a hook only describes; move what can fail into `build`",
-                ) from error
             for provider in given if isinstance(given, list | tuple) else [given]:
                 if not isinstance(provider, Provider):
                     found, fix = f"a {type(provider).__name__}", "return a Provider, or a list of them"
@@ -258,19 +260,17 @@ class Catalogue:
             return False
 
     def _unknown(self, kind: str, name: str) -> UnknownPluginError:
-        names = self.names(kind)
-        rows = {e.name: f"{e.name} ({e.distribution} {e.version})" for e in reversed(self.entries(kind))}
-        installed = ", ".join(rows[n] for n in names) or "none"
-        ours = next((dist for dist, offers in OURS.items() if f"{kind}:{name}" in offers), "")
-        elsewhere = [e for e in self.every if e.name == name]
-        if ours:
-            fix = f"pip install {ours}"
-        elif similar := close(name, names):
+        named = {e.name: f"{e.name} ({e.distribution} {e.version})" for e in reversed(self.entries(kind))}
+        elsewhere = [e.kind for e in self.every if e.name == name]
+        if ours := [dist for dist, offers in OURS.items() if f"{kind}:{name}" in offers]:
+            fix = f"pip install {ours[0]}"
+        elif similar := close(name, named):
             fix = f"write {similar!r}, if that was meant"
         elif elsewhere:
-            fix = f"{name!r} is of kind {elsewhere[0].kind}; name a {kind} plugin here"
+            fix = f"{name!r} is of kind {elsewhere[0]}; name a {kind} plugin here"
         else:
-            fix = f"install the distribution that offers it, or use one of: {', '.join(names) or 'none is installed'}"
+            fix = "install the distribution that offers it, or use one that is installed"
+        installed = ", ".join(reversed(named.values())) or "none"
         return UnknownPluginError(f"no {kind} plugin is named {name!r}; installed: {installed}", fix=fix)
 
 
@@ -281,16 +281,16 @@ def _entries_of(dist: importlib.metadata.Distribution) -> tuple[str, tuple[Entry
         return "", ()
     meta = dist.metadata
     name = re.sub(r"[-_.]+", "-", meta["Name"]).lower()
-    requires = meta.get_all("Requires-Dist") or []
+    requires = list(_requirements(meta.get_all("Requires-Dist") or []))
     shared: dict[str, Any] = {
         **{"distribution": name, "version": meta["Version"], "summary": meta["Summary"] or ""},
-        **{"requires_core": _core_range(requires), "extras": _extras(requires)},
+        "requires_core": ",".join(spec for what, spec, extra in requires if what == CORE and not extra and spec),
+        "extras": tuple((extra, what) for what, _, extra in requires if extra),
     }
-    groups = [(_GROUP.fullmatch(point.group), point) for point in dist.entry_points]
     return name, tuple(
         Entry(kind=group[1], name=point.name, major=int(group[2]), module=point.value, **shared)
-        for group, point in groups
-        if group
+        for point in dist.entry_points
+        if (group := _GROUP.fullmatch(point.group))
     )
 
 
@@ -310,14 +310,6 @@ def _requirements(requires: Iterable[str]) -> Iterable[tuple[str, str, str]]:
             yield re.sub(r"[-_.]+", "-", parts[1]).lower(), parts[2].replace(" ", ""), extra[1] if extra else ""
 
 
-def _core_range(requires: Iterable[str]) -> str:
-    return ",".join(spec for name, spec, extra in _requirements(requires) if name == CORE and not extra and spec)
-
-
-def _extras(requires: Iterable[str]) -> tuple[tuple[str, str], ...]:
-    return tuple((extra, name) for name, _, extra in _requirements(requires) if extra)
-
-
 def _install_line(entry: Entry, error: BaseException) -> str:
     missing = (getattr(error, "name", None) or "").split(".")[0] if isinstance(error, ImportError) else ""
     if not missing:
@@ -326,30 +318,11 @@ def _install_line(entry: Entry, error: BaseException) -> str:
     return f"pip install '{entry.distribution}[{extra}]'" if extra else f"pip install what provides {missing!r}"
 
 
-def _reason(error: pluggy.PluginValidationError) -> str:
-    text = str(error)
-    arguments = re.search(r"Argument\(s\) \{(.*?)\}", text)
-    hook = _hook(error)
-    if arguments:
-        return f"{hook} takes {arguments[1]}, which the hook does not give"
-    return f"{hook} is no hook of API v1" if "unknown hook" in text else text.splitlines()[-1]
-
-
-def _hook(error: pluggy.PluginValidationError) -> str:
-    named = re.search(r"hook '(\w+)'", str(error))
-    return named[1] if named else "a hook"
-
-
-def _hook_fix(error: pluggy.PluginValidationError) -> str:
-    import inspect
-
-    hook = _hook(error)
-    spec = getattr(hookspecs, hook, None)
-    if spec is None:
-        similar = close(hook, [n for n in vars(hookspecs) if n.startswith("miles_")])
-        return (
-            f"name it {similar}, if that was meant"
-            if similar
-            else "remove it; miles_core/hookspecs.py lists every hook"
-        )
-    return f"the hook is {hook}({', '.join(inspect.signature(spec).parameters)}); take any of these"
+def _hook_fix(said: str) -> str:
+    """What would fit, from what pluggy says of a hook implementation."""
+    known = {name: spec for name, spec in vars(hookspecs).items() if name.startswith("miles_")}
+    hook = (re.search(r"hook '(\w+)'", said) or ["", ""])[1]
+    if hook in known:
+        return f"the hook is {hook}({', '.join(inspect.signature(known[hook]).parameters)}); take any of these"
+    similar = close(hook, known)
+    return f"name it {similar}, if that was meant" if similar else "remove it; miles_core/hookspecs.py lists every hook"

@@ -90,9 +90,7 @@ def _schedule(policy: Policy) -> Wrong:
     yield from _at_most(f"{at}.updates_per_step", s.updates_per_step, s.groups_per_step, "a group is never split")
     yield from _at_most(f"{at}.min_group_size", s.min_group_size, s.group_size, f"a group has {s.group_size} episodes")
     lag = f"{at}.max_staleness is {s.max_staleness}"
-    yield from _at_most(
-        f"{at}.publish_every", s.publish_every, s.max_staleness + 1, f"{lag}, and tokens would lag more"
-    )
+    yield from _at_most(f"{at}.publish_every", s.publish_every, s.max_staleness + 1, f"{lag}: tokens would lag more")
     if policy.algorithm.keys.episodes == "demonstrations":
         if s.group_size != 1:
             yield f"{at}.group_size is {s.group_size}, but demonstrations are one episode a task", "write 1"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +19,7 @@ import numpy as np
 from miles_core.contracts.engine import Completion, Health, PauseMode, Request
 from miles_core.errors import DeadlineError, EngineError, MilesError, QuorumError, clause
 from miles_core.records import Finish, Span, Version
+from miles_core.waits import finish_all
 from miles_core.weights import ServingGate
 
 if TYPE_CHECKING:
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 
 #: How long a member may take beyond a request's own deadline before the pool gives up on it.
 GRACE_S = 5.0
+#: How long a member may take to say how it is.
+HEALTH_DEADLINE_S = 30.0
+#: How often one request is started before the run stops.
+ATTEMPTS = 3
 #: Sticky sessions that the pool remembers; older ones fall back to least load.
 STICKY_SESSIONS = 65_536
 
@@ -38,7 +43,19 @@ class _Member:
     engine: Engine
     held: bool = False
     why: str = ""
-    running: dict[str, asyncio.Task[Any]] = field(default_factory=dict)  # request id -> the task that waits for it
+    load: int = 0  # requests that run on it
+
+
+@dataclass(slots=True)
+class _Call:
+    """One `generate` that runs. What cuts it short cancels `task`, and says here why."""
+
+    task: asyncio.Task[Any]
+    due: float  # when even a hanging engine is given up
+    member: str = ""  # where it runs, empty while it waits for a member
+    aborted: bool = False
+    lost: bool = False  # its member was quarantined under it
+    expired: bool = False
 
 
 class Pool:
@@ -48,31 +65,21 @@ class Pool:
         self,
         engines: Mapping[str, Engine],
         *,
-        gate: ServingGate | None = None,
-        min_engines: int = 1,
-        attempts: int = 3,
-        health_deadline_s: float = 30.0,
         on_event: Callable[[str, Mapping[str, Any]], None] | None = None,
     ) -> None:
-        """`attempts` bounds how often one request is started; `on_event(kind, fields)` hears of quarantine and return.
+        """`on_event(kind, fields)` hears of quarantine and return.
 
         In a sampler process the pool holds clients built at `Place.SAMPLER`; its gate follows the controller's through
         `follow()`.
         """
-        self.gate = gate or ServingGate()
-        self.min_engines = min_engines
-        self.attempts = attempts
-        self.health_deadline_s = health_deadline_s
+        self.gate = ServingGate()
+        self.min_engines = 1
         self.losses = 0  # counts quarantines: connections made before the last one may be stale
         self.updating = asyncio.Lock()  # one publication at a time, over all policies
         self._members = {name: _Member(engine) for name, engine in engines.items()}
         self._sticky: OrderedDict[str, str] = OrderedDict()
-        self._aborted: set[str] = set()
-        self._lost: set[str] = set()  # requests whose member was quarantined under them
-        self._expired: set[str] = set()  # requests whose engine outlived their deadline
-        self._due: dict[str, tuple[float, asyncio.Task[Any]]] = {}  # request id -> when it is late, and who waits
-        self._alarm: asyncio.TimerHandle | None = None  # for the earliest of them
-        self._live: dict[str, str] = {}  # request id -> member, or "" while it waits for one
+        self._calls: dict[str, _Call] = {}  # by request id
+        self._alarm: asyncio.TimerHandle | None = None  # for the call that is due first
         self._changed = asyncio.Event()
         self._on_event = on_event or (lambda kind, fields: None)
 
@@ -104,10 +111,10 @@ class Pool:
     async def health(self, name: str) -> Health:
         """The member's own word; an exception or silence counts as not ok."""
         try:
-            async with asyncio.timeout(self.health_deadline_s):
+            async with asyncio.timeout(HEALTH_DEADLINE_S):
                 return await self._members[name].engine.health()
         except TimeoutError:
-            return Health(ok=False, detail=f"no answer to a health check within {self.health_deadline_s:g} s")
+            return Health(ok=False, detail=f"no answer to a health check within {HEALTH_DEADLINE_S:g} s")
         except Exception as error:
             return Health(ok=False, detail=f"health check failed: {clause(error)}")
 
@@ -119,7 +126,7 @@ class Pool:
         self.losses += 1
         member.why = reason or "no reason given"
         self.gate.revoke(name)
-        self._drop_requests(member)
+        self._drop_calls(name)
         self._wake()
 
     def readmit(self, name: str) -> None:
@@ -167,23 +174,19 @@ class Pool:
         for name, member in self._members.items():
             why = state["quarantined"].get(name, "")
             if why and not member.why:
-                self._drop_requests(member)
+                self._drop_calls(name)
             member.why = why
         self._wake()
 
     async def close(self) -> None:
         """Close every engine, also where one of them fails to; the first failure surfaces."""
-        results = await asyncio.gather(
-            *(member.engine.close() for member in self._members.values()), return_exceptions=True
-        )
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
+        await finish_all(member.engine.close() for member in self._members.values())
 
-    def _drop_requests(self, member: _Member) -> None:
-        for request_id, task in member.running.items():
-            self._lost.add(request_id)
-            task.cancel()
+    def _drop_calls(self, name: str) -> None:
+        for call in self._calls.values():
+            if call.member == name:
+                call.lost = True
+                call.task.cancel()
 
     def _wake(self) -> None:
         self._changed.set()
@@ -204,46 +207,43 @@ class Pool:
         assert task is not None
         parts: list[Completion] = []
         failures: list[str] = []
-        self._live[request.id] = ""
-        # Engines keep deadlines themselves; this is for one that hangs.
-        self._due[request.id] = (deadline + GRACE_S, task)
-        if self._alarm is None or deadline + GRACE_S < self._alarm.when():
-            self._set_alarm(loop, deadline + GRACE_S)
+        # Engines keep deadlines themselves; the pool's is for one that hangs.
+        call = self._calls[request.id] = _Call(task, deadline + GRACE_S)
+        if self._alarm is None or call.due < self._alarm.when():
+            self._set_alarm(loop, call.due)
         try:
             while True:
                 name = self._pick(request)
-                if request.id in self._aborted:
+                if call.aborted:
                     return _joined(request, [*parts, _nothing(request)])
                 if name is None:
                     await self._wait(request, deadline)
                     continue
-                done = await self._once(name, _rest(request, parts, deadline - loop.time()), failures)
+                done = await self._once(name, call, _rest(request, parts, deadline - loop.time()), failures)
                 if done is not None:
                     parts.append(self._named(done))
-                    ended = done.finish != Finish.ABORT or request.id in self._aborted
+                    ended = done.finish != Finish.ABORT or call.aborted
                     if ended and len(parts) == 1:
                         return parts[0]
                     if ended or sum(_count(part) for part in parts) >= request.sampling.max_new_tokens:
                         return _joined(request, parts)
                     if not _count(done) and not self._members[name].held:
                         failures.append(f"{name}: ended the request without a token and without being asked")
-                if len(failures) >= self.attempts:
+                if len(failures) >= ATTEMPTS:
                     raise EngineError(
                         f"request {request.id!r} failed {len(failures)} times ({'; '.join(failures)})",
                         fix="see the engines' logs, then resume the run",
                     )
         except asyncio.CancelledError:
-            if request.id not in self._expired:
+            if not call.expired:
                 raise
             task.uncancel()
             raise self._late(request, failures) from None
         finally:
-            del self._live[request.id], self._due[request.id]
-            if not self._due and self._alarm is not None:
+            del self._calls[request.id]
+            if not self._calls and self._alarm is not None:
                 self._alarm.cancel()
                 self._alarm = None
-            self._aborted.discard(request.id)
-            self._expired.discard(request.id)
 
     def _set_alarm(self, loop: asyncio.AbstractEventLoop, when: float) -> None:
         """One timer for all requests, at the earliest time that any of them is due."""
@@ -253,25 +253,24 @@ class Pool:
 
     def _expire(self, loop: asyncio.AbstractEventLoop) -> None:
         assert self._alarm is not None
-        now, later = self._alarm.when(), []
+        now = self._alarm.when()
         self._alarm = None
-        for request_id, (when, task) in self._due.items():
-            if when > now:
-                later.append(when)
-            elif request_id not in self._expired:
-                self._expired.add(request_id)
-                task.cancel()
+        for call in self._calls.values():
+            if call.due <= now and not call.expired:
+                call.expired = True
+                call.task.cancel()
+        later = [call.due for call in self._calls.values() if call.due > now]
         if later:
             self._set_alarm(loop, min(later))
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """End these requests (all where `None`): their `generate` returns what was sampled, with finish `abort`."""
-        ids = [i for i in (self._live if request_ids is None else request_ids) if i in self._live]
-        self._aborted.update(ids)
         by_member: dict[str, list[str]] = {}
-        for request_id in ids:
-            if self._live[request_id]:
-                by_member.setdefault(self._live[request_id], []).append(request_id)
+        for request_id in self._calls if request_ids is None else request_ids:
+            if call := self._calls.get(request_id):
+                call.aborted = True
+                if call.member:
+                    by_member.setdefault(call.member, []).append(request_id)
         self._wake()
         await asyncio.gather(*(self._members[name].engine.abort(found) for name, found in by_member.items()))
 
@@ -288,11 +287,11 @@ class Pool:
         if not names:
             self.check_quorum()
             return None
-        if request.session is None:
-            return min(names, key=lambda name: len(self._members[name].running))
-        sticky = self._sticky.get(request.session)
+        sticky = None if request.session is None else self._sticky.get(request.session)
         if sticky not in names:
-            sticky = min(names, key=lambda name: len(self._members[name].running))
+            sticky = min(names, key=lambda name: self._members[name].load)
+        if request.session is None:
+            return sticky
         self._sticky[request.session] = sticky
         self._sticky.move_to_end(request.session)
         if len(self._sticky) > STICKY_SESSIONS:
@@ -307,27 +306,25 @@ class Pool:
         except TimeoutError:
             raise self._late(request, ["no member serves its policy"]) from None
 
-    async def _once(self, name: str, request: Request, failures: list[str]) -> Completion | None:
+    async def _once(self, name: str, call: _Call, request: Request, failures: list[str]) -> Completion | None:
         """One call of one member; `None` where the member was lost and the request may start elsewhere."""
         member = self._members[name]
-        task = asyncio.current_task()
-        assert task is not None
-        member.running[request.id] = task
-        self._live[request.id] = name
+        member.load += 1
+        call.member = name
         try:
             return await member.engine.generate(request)
         except asyncio.CancelledError:
-            if request.id in self._lost:
-                task.uncancel()
-                failures.append(f"{name}: {member.why}")
-                return None
-            raise
+            if not call.lost:
+                raise
+            call.task.uncancel()
+            failures.append(f"{name}: {member.why}")
+            return None
         except (EngineError, OSError) as error:
             health = await self.health(name)
             if health.ok and not isinstance(error, OSError):
                 raise
             failures.append(f"{name}: {clause(error)}")
-            del member.running[request.id]  # this call noticed; quarantine cancels the others
+            call.member = ""  # this call noticed; quarantine cancels the others
             self.quarantine(name, f"{clause(error)} ({health.detail or 'connection failed'})")
             self.check_quorum()
             return None
@@ -339,15 +336,11 @@ class Pool:
                 fix="see the cause with --traceback, mend it, then go on with --resume",
             ) from error
         finally:
-            member.running.pop(request.id, None)
-            self._lost.discard(request.id)
-            self._live[request.id] = ""
+            member.load -= 1
+            call.member, call.lost = "", False
 
     def _named(self, completion: Completion) -> Completion:
-        for span in completion.spans:
-            if self.gate.named(span.version) is not span.version:
-                break
-        else:
+        if not self.gate.aliases:
             return completion
         spans = tuple(replace(span, version=self.gate.named(span.version)) for span in completion.spans)
         return replace(completion, spans=spans)

@@ -166,7 +166,7 @@ class ServingGate:
         self.minimum = minimum
         self.within = within
         self._serves: dict[str, dict[str, Version]] = {}  # engine -> policy -> version on its last receipt
-        self._aliases: dict[Version, Version] = {}
+        self.aliases: dict[Version, Version] = {}
         self._checked: dict[tuple[str, str], dict[str, int]] = {}  # (engine, policy) -> tensor -> receipts since
 
     def admit(self, manifest: Manifest, receipt: Receipt) -> None:
@@ -187,14 +187,14 @@ class ServingGate:
         """`new` holds the very weights of `old`: who serves one serves the other."""
         if old.policy != new.policy or self.named(old) != old or not self.serving(old):
             raise WeightError(f"{new} cannot stand for {old}, which no engine serves", fix="publish it with weights")
-        self._aliases[old] = new
+        self.aliases[old] = new
 
     def named(self, version: Version) -> Version:
         """The newest alias of `version`."""
-        if not self._aliases:
+        if not self.aliases:
             return version
-        while version in self._aliases:
-            version = self._aliases[version]
+        while version in self.aliases:
+            version = self.aliases[version]
         return version
 
     def version(self, engine: str, policy: str) -> Version | None:
@@ -215,9 +215,9 @@ class ServingGate:
     def state(self) -> dict[str, Any]:
         """What gates of other processes `follow`."""
         serves = {engine: list(held.values()) for engine, held in self._serves.items()}
-        return {"serves": serves, "aliases": list(self._aliases.items())}
+        return {"serves": serves, "aliases": list(self.aliases.items())}
 
     def follow(self, state: Mapping[str, Any]) -> None:
         """Take over what the controller's gate decided (in sampler processes, which see no receipts)."""
         self._serves = {engine: {v.policy: v for v in held} for engine, held in state["serves"].items()}
-        self._aliases = dict(state["aliases"])
+        self.aliases = dict(state["aliases"])

@@ -168,7 +168,7 @@ def test_a_cancelled_caller_is_not_mistaken_for_a_lost_member():
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert not pool._live and not pool._members["e0"].running
+        assert not pool._calls and pool._members["e0"].load == 0
 
     asyncio.run(main())
 

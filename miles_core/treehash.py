@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from miles_core.discovery import CORE, Catalogue
@@ -16,28 +17,23 @@ def tree_hash(modules: Iterable[str]) -> str:
     An unimportable or vanished module counts as absent. Imports nothing but namespace packages.
     """
     digest = hashlib.sha256()
-    for root in sorted({root for module in modules for root in [_root(module)] if root}):
-        files = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.is_file())
-        for file in files:
+    for root in sorted({root for module in modules if (root := _root(module))}):
+        for file in [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.is_file()):
             if file.suffix in (".pyc", ".pyo") or "__pycache__" in file.parts:
                 continue
-            name = f"{root.name}/{file.relative_to(root).as_posix()}" if file != root else root.name
+            name = file.relative_to(root.parent).as_posix()
             digest.update(f"{name}\0{hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
     return digest.hexdigest()
 
 
 def _root(module: str) -> Path | None:
     names = module.partition(":")[0].split(".")
-    for depth in range(1, len(names) + 1):
-        try:
+    with suppress(ImportError, ValueError):  # which `find_spec` raises below a package that is absent
+        for depth in range(1, len(names) + 1):
             spec = importlib.util.find_spec(".".join(names[:depth]))
-        except (ImportError, ValueError):
-            return None
-        if spec is None:
-            return None
-        if spec.origin is not None:  # a namespace package has none: look one level deeper
-            origin = Path(spec.origin)
-            return origin.parent if spec.submodule_search_locations is not None else origin
+            if spec and spec.origin:  # a namespace package has none: look one level deeper
+                origin = Path(spec.origin)
+                return origin if spec.submodule_search_locations is None else origin.parent
     return None
 
 

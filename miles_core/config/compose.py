@@ -97,7 +97,7 @@ def _over_preset(section: Tree, path: str, catalogue: Catalogue, above: tuple[st
     options = {k: unwrap(v) for k, v in section.items() if k not in ALGORITHM_KEYS}
     no_context: Any = None  # a preset is a pure function of its options
     built = provider.build(bind(provider.config, options, path, also=sorted(ALGORITHM_KEYS)), no_context)
-    stray = [k for k in built if k not in ALGORITHM_KEYS] if isinstance(built, Mapping) else ["no mapping"]
+    stray = [key for key in built if key not in ALGORITHM_KEYS] if isinstance(built, Mapping) else [built]
     if stray:
         raise PluginContractError(
             f"the preset {name!r} gives {', '.join(map(repr, stray))}; a preset gives a mapping of `algorithm` keys",

@@ -145,6 +145,7 @@ def miles_algorithm():
         Provider(name="cispo", config=Cispo, build=lambda c, x: {"use": "grpo", "loss": {"lo": 1.0, "hi": c.hi}}),
         Provider(name="sft", config=Nothing, build=lambda c, x: {"episodes": "demonstrations", "loss": "sft"}),
         Provider(name="odd", config=Nothing, build=lambda c, x: {"los": "clip"}),
+        Provider(name="listed", config=Nothing, build=lambda c, x: ["clip"]),
         Provider(name="ring", config=Nothing, build=lambda c, x: {"use": "ring2"}),
         Provider(name="ring2", config=Nothing, build=lambda c, x: {"use": "ring"}),
     ]
@@ -174,7 +175,7 @@ NAMES = {
     "model": ["causal-lm"],
     "stage": ["group", "mine", "batch", "tis", "reward_kl", "kl"],
     "term": ["clip", "reinforce", "sft", "kl", "other_kl", "entropy", "opsm"],
-    "algorithm": ["grpo", "dr_grpo", "cispo", "sft", "odd", "ring", "ring2"],
+    "algorithm": ["grpo", "dr_grpo", "cispo", "sft", "odd", "listed", "ring", "ring2"],
     "extension": ["faster", "silent"],
     "tracker": ["paper"],
 }

@@ -62,8 +62,8 @@ def test_gate_d_lists_what_is_missing():
         check_product(loaded("sync"), Place.ENGINE, Half())
     assert error.value.message == (
         "sync plugin 'foo' (acme 1.0) built a Half at place 'engine', which is no miles_core.contracts.weights.Link: "
-        "stage() is missing; carry is a str, not a method; close() is missing; "
-        "connect() cannot be called as connect(plan): too many positional arguments"
+        "connect() cannot be called as connect(plan): too many positional arguments; "
+        "stage() is missing; carry is a str, not a method; close() is missing"
     )
     assert error.value.fix == "run `miles conformance sync:foo` and give what is missing"
 
@@ -97,15 +97,6 @@ def test_gate_d_of_a_place_that_the_kind_does_not_have():
         check_product(loaded("backend"), Place.ENGINE, object())
     assert error.value.message == (
         "backend plugin 'foo' (acme 1.0) was built at place 'engine'; a backend plugin is built at: trainer"
-    )
-
-
-def test_gate_d_of_presets():
-    check_product(loaded("algorithm"), Place.CONTROLLER, {"loss": "clip"})
-    with pytest.raises(PluginContractError) as error:
-        check_product(loaded("algorithm"), Place.CONTROLLER, ["clip"])
-    assert error.value.message == (
-        "algorithm plugin 'foo' (acme 1.0) built a list; a preset builds a tree of `algorithm` fields"
     )
 
 

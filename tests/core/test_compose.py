@@ -331,6 +331,7 @@ WRONG = [
     (ConfigError, "algorithm.use=cispo", r"algorithm.hi must be given \(upper bound\)\nFix: add algorithm.hi .*"),
     (ConfigError, "algorithm.use=ring", r"algorithm: presets build on each other in a circle: ring, ring2\n.*"),
     (PluginContractError, "algorithm.use=odd", r"the preset 'odd' gives 'los'; a preset gives a mapping .*\n.*"),
+    (PluginContractError, "algorithm.use=listed", r"the preset 'listed' gives \['clip'\]; a preset gives .*\n.*"),
     (ConfigError, "backend=null", r"the run file has no section backend; installed backend plugins: adam, sgd\n.*"),
     (ConfigError, "model=null", r"the run file has no section model; .*\nFix: add `model: {use: …}`"),
     (ConfigError, "env=null", r"the run file has no section env; .*\n.*"),

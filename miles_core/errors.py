@@ -127,6 +127,12 @@ class MissingExtraError(InputError):
     code = "MILES-E008"
 
 
+class UntestableError(InputError):
+    """The conformance kit cannot build a plugin with what it has; the plugin must ship more."""
+
+    code = "MILES-E009"
+
+
 # --- configuration: E1xx ---------------------------------------------------------------------------------------------
 
 

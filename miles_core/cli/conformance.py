@@ -12,6 +12,8 @@ from miles_core.cli.results import record
 from miles_core.cli.table import table
 from miles_core.errors import EXIT_FINDINGS, InputError, MissingExtraError
 
+WIDEST = 100  # characters of a detail in the table; `--out` has all of it
+
 
 def conformance(
     plugin: Annotated[str, typer.Argument(help="KIND:NAME, e.g. sync:bucketed or term:clip")],
@@ -19,8 +21,9 @@ def conformance(
     out: Annotated[Path | None, typer.Option(help="also write the results as JSON")] = None,
 ) -> None:
     """Run the conformance suite of the plugin's kind; exit code 1 where a check fails."""
+    from miles_core import API_VERSIONS
     from miles_core.config.reading import read_overrides
-    from miles_core.discovery import scan
+    from miles_core.discovery import close, scan
 
     try:
         from miles_core.testing import run_suite
@@ -28,20 +31,29 @@ def conformance(
         raise MissingExtraError(
             f"the conformance kit needs {error.name}", fix="pip install 'miles-core[testing]'"
         ) from error
-    kind, colon, name = plugin.partition(":")
-    if not colon:
-        raise InputError(f"{plugin!r} names no kind", fix="write KIND:NAME, e.g. sync:bucketed; see `miles plugins`")
     catalogue = scan()
+    kind, _, name = plugin.partition(":") if ":" in plugin else ("", "", plugin)
+    if kind not in API_VERSIONS:
+        known = [f"{e.kind}:{e.name}" for e in catalogue.entries()]
+        named = [one for one in known if one.partition(":")[2] == name]
+        meant = close(plugin, named) or (named or [close(plugin, known) or "KIND:NAME, as in `miles plugins`"])[0]
+        raise InputError(f"{plugin!r} names no kind; kinds are {', '.join(API_VERSIONS)}", fix=f"write {meant}")
     entry = catalogue.find(kind, name)
     given = {key: value for one in read_overrides(tuple(options or ())) for key, value in one.items()}
     results = run_suite(kind, name, given or None)
     failed = [r for r in results if not r.passed]
-    print(table(("check", "result", "detail"), [(r.name, "ok" if r.passed else "FAILED", r.detail) for r in results]))
+    rows = [(r.name, "ok" if r.passed else "FAILED", _line(r.detail)) for r in results]
+    print(table(("check", "result", "detail"), rows))
     print(f"\n{plugin}: {len(results) - len(failed)} passed, {len(failed)} failed")
     record(entry, catalogue, len(results) - len(failed), len(failed))
     if out is not None:
-        rows = [{"check": r.name, "passed": r.passed, "detail": r.detail, "seconds": r.seconds} for r in results]
+        checks = [{"check": r.name, "passed": r.passed, "detail": r.detail, "seconds": r.seconds} for r in results]
         head = {"v": 1, "plugin": plugin, "distribution": entry.distribution, "version": entry.version}
-        out.write_text(json.dumps({**head, "checks": rows}, indent=1) + "\n")
+        out.write_text(json.dumps({**head, "checks": checks}, indent=1) + "\n")
     if failed:
         raise typer.Exit(EXIT_FINDINGS)
+
+
+def _line(detail: str) -> str:
+    text = " ".join(detail.split())
+    return text if len(text) <= WIDEST else f"{text[: WIDEST - 2].rstrip()} …"

@@ -1,7 +1,7 @@
 """`run_suite`: test an installed plugin against the contract of its kind, without pytest.
 
 A plugin may ship a module `conformance` beside its plugin module with subclasses of suites (weights of its own model, a
-sample file, …); `run_suite` then uses the one whose `kind` and `name` fit, else the plain suite of the kind.
+sample file, …); `run_suite` then runs all whose `kind` and `name` fit, else the plain suite of the kind.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from miles_core.errors import UnknownPluginError
+from miles_core.errors import UnknownPluginError, UntestableError, clause
 from miles_core.testing.suite import Conformance, Result, run_class
 
 #: (kind, field of the provider) -> the suite's name in `miles_core.testing`; "" for kinds without fields.
@@ -44,8 +45,11 @@ SUITES: dict[tuple[str, str], str] = {
 }
 
 
-def suite_of(kind: str, name: str) -> type[Conformance]:
-    """The suite class that tests this plugin. Raises `UnknownPluginError` for a kind or field without a suite."""
+def suites_of(kind: str, name: str) -> list[type[Conformance]]:
+    """The classes that test this plugin: those it ships, else the plain suite of its kind.
+
+    Raises `UnknownPluginError` for a plugin that is not installed, and for a kind or field without a suite.
+    """
     from miles_core.discovery import scan
 
     loaded = scan().load(kind, name)
@@ -57,28 +61,52 @@ def suite_of(kind: str, name: str) -> type[Conformance]:
             fix="set Provider.field to one of " + ", ".join(sorted(f for k, f in SUITES if k == kind)),
         )
     plain: type[Conformance] = getattr(importlib.import_module("miles_core.testing"), chosen)
-    return _shipped(loaded.provider.build.__module__, plain, kind, name) or plain
+    return _shipped(loaded.provider.build.__module__, plain, kind, name) or [
+        type(plain.__name__, (plain,), {"name": name})
+    ]
 
 
 def run_suite(kind: str, name: str, options: Mapping[str, Any] | None = None) -> list[Result]:
-    """Test the installed plugin `kind:name` with `options` of its own config (the suite's own where `None`)."""
-    suite = suite_of(kind, name)
-    given: dict[str, Any] = {"name": name}
+    """Test the installed plugin `kind:name`; where it ships several classes, results are named `Class.test`.
+
+    With `options` of the plugin's own config, its first class runs with these in place of its own. Raises
+    `UnknownPluginError`, `ConfigError` for `options` that are not the plugin's, and `UntestableError` for a plugin that
+    the plain suite of its kind cannot even build, because it needs options or a model of its own.
+    """
+    suites = suites_of(kind, name)
     if options is not None:
-        given["options"] = dict(options)
-    return run_class(type(suite.__name__, (suite,), given))
+        from miles_core.config.binding import bind
+
+        config = bind(suites[0]().the_provider().config, options, f"{kind}:{name}")
+        given = {"options": dict(options), "config": lambda self: config}
+        return run_class(type(suites[0].__name__, (suites[0],), given))
+    if suites[0].__module__ == __name__:  # made above: nothing is shipped
+        _usable(suites[0](), f"{kind}:{name}")
+    if len(suites) == 1:
+        return run_class(suites[0])
+    titles = {suite: suite.__name__.removesuffix("Conformance") for suite in suites}
+    return [replace(r, name=f"{titles[suite]}.{r.name}") for suite in suites for r in run_class(suite)]
+
+
+def _usable(suite: Conformance, plugin: str) -> None:
+    try:
+        suite.probe()
+    except Exception as error:
+        raise UntestableError(
+            f"the plain {type(suite).__name__} cannot build {plugin}, so that every check would fail: {clause(error)}",
+            fix=f"give the options it needs (miles conformance {plugin} key=value), or ship a module `conformance` "
+            f"beside its plugin module with a subclass of {type(suite).__name__} that has them, or a model that fits",
+        ) from error
 
 
 def _resolves(name: str) -> bool:
     return name.startswith(".") or name.endswith(":")
 
 
-def _shipped(module: str, plain: type[Conformance], kind: str, name: str) -> type[Conformance] | None:
+def _shipped(module: str, plain: type[Conformance], kind: str, name: str) -> list[type[Conformance]]:
     package = module.rpartition(".")[0]
     where = f"{package}.conformance"
     if not package or importlib.util.find_spec(where) is None:
-        return None
-    for value in vars(importlib.import_module(where)).values():
-        if isinstance(value, type) and issubclass(value, plain) and value.kind == kind and value.name == name:
-            return value
-    return None
+        return []
+    classes = [v for v in vars(importlib.import_module(where)).values() if isinstance(v, type)]
+    return [c for c in classes if issubclass(c, plain) and c.kind == kind and c.name == name]

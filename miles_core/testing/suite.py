@@ -156,6 +156,10 @@ class Conformance:
         """A product for the Protocol check."""
         return self.build(place)
 
+    def probe(self) -> None:
+        """Build what the tests build: whatever this raises, all of them would."""
+        self.config()
+
     # --- helpers -----------------------------------------------------------------------------------------------------
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:

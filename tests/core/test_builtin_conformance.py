@@ -1,8 +1,6 @@
 """The built-in renderers, tokenizer and trackers against the kit, like any outsider's."""
 
-from typing import ClassVar
-
-from miles_core.builtin.conformance import ChatConformance
+from miles_core.builtin.conformance import BarsConformance, ChatConformance, LinesConformance
 from miles_core.testing import RendererConformance, TokenizerConformance, TrackerConformance
 
 
@@ -18,14 +16,12 @@ class TestChat(ChatConformance):
     pass
 
 
-class TestConsoleLines(TrackerConformance):
-    name = "console"
-    options: ClassVar = {"style": "plain"}
+class TestConsoleLines(LinesConformance):
+    pass
 
 
-class TestConsoleBars(TrackerConformance):
-    name = "console"
-    options: ClassVar = {"style": "live"}
+class TestConsoleBars(BarsConformance):
+    pass
 
 
 class TestJsonl(TrackerConformance):

@@ -93,6 +93,9 @@ class BackendConformance(BackendState, Conformance):
         made.build(dict.fromkeys(policies, given), dict.fromkeys(policies, total))
         return made
 
+    def probe(self) -> None:
+        self.backend().close()
+
     def batch(self, made: Sequence[Group] | None = None) -> Batch:
         batch = batches.batch_of(batches.groups(self.vocab_size) if made is None else made)
         return batches.with_column(batch, "advantages", batches.spread(batch, 1))

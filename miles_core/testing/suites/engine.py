@@ -83,6 +83,9 @@ class EngineBase(Conformance):
     def example(self, place: Place) -> Any:
         return self.new_engine()
 
+    def probe(self) -> None:
+        self.dispose(self.new_engine())
+
     def new_engine(self, *, endless: bool = False) -> Any:
         renderer = PlainRenderer(self.vocab_size, () if endless else (STOP_ID,))
         return self.build(Place.CONTROLLER, model=self.source(), renderer=renderer, name="engine-0")

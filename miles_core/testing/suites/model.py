@@ -36,6 +36,9 @@ class ModelConformance(Conformance):
     def example(self, place: Place) -> Any:
         return self.adapter()
 
+    def probe(self) -> None:
+        self.adapter().build(self.source(), 0)
+
     def named(self, module: Any) -> list[tuple[str, Any]]:
         """Names and tensors of a module, as a backend hands them to `export`."""
         if hasattr(module, "state_dict"):

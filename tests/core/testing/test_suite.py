@@ -11,7 +11,7 @@ import pytest
 from miles_core.errors import MilesError, UnknownPluginError
 from miles_core.provider import Place, Provider
 from miles_core.testing import FilterConformance, run_suite
-from miles_core.testing.runner import SUITES, suite_of
+from miles_core.testing.runner import SUITES, suites_of
 from miles_core.testing.suite import (
     CheckError,
     Conformance,
@@ -163,7 +163,7 @@ def test_every_kind_and_field_has_a_suite():
     ],
 )
 def test_the_suite_of_a_plugin(kind, name, suite):
-    assert suite_of(kind, name).__name__ == suite
+    assert [found.__name__ for found in suites_of(kind, name)] == [suite]
 
 
 def test_run_suite_uses_options_and_tells_unknown_plugins():
@@ -180,15 +180,17 @@ def test_a_plugin_may_ship_its_own_suite(tmp_path, monkeypatch):
     (package / "plugin.py").write_text("def build(config, context):\n    return lambda group: None\n")
     (package / "conformance.py").write_text(
         "from miles_core.testing import FilterConformance\n\n\n"
-        "class Mine(FilterConformance):\n    name = 'mine'\n    options = {'size': 3}\n"
+        "class Mine(FilterConformance):\n    name = 'mine'\n    options = {'size': 3}\n\n\n"
+        "class Larger(Mine):\n    options = {'size': 4}\n\n\n"
+        "class Other(FilterConformance):\n    name = 'another'\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     from miles_core.testing.runner import _shipped
 
     found = _shipped("shipping.plugin", FilterConformance, "filter", "mine")
-    assert found is not None and found.options == {"size": 3}
-    assert _shipped("shipping.plugin", FilterConformance, "filter", "other") is None
-    assert _shipped("miles_core.builtin.text", FilterConformance, "filter", "mine") is None
+    assert [(c.__name__, c.options) for c in found] == [("Mine", {"size": 3}), ("Larger", {"size": 4})]
+    assert _shipped("shipping.plugin", FilterConformance, "filter", "other") == []
+    assert _shipped("miles_core.builtin.text", FilterConformance, "filter", "mine") == []
 
 
 def test_importing_the_kit_is_light():

@@ -1,14 +1,8 @@
 """Every part and preset against the kit, with the options that change what they compute."""
 
-from typing import ClassVar
+from miles_algo_grpo import conformance
 
-from miles_core.testing import (
-    AdvantageConformance,
-    EntropyConformance,
-    KLConformance,
-    LossConformance,
-    PresetConformance,
-)
+from miles_core.testing import AdvantageConformance, EntropyConformance, LossConformance, PresetConformance
 
 
 class TestGrpo(PresetConformance):
@@ -23,49 +17,44 @@ class TestRloo(PresetConformance):
     name = "rloo"
 
 
-class TestGroup(AdvantageConformance):
-    name = "group"
+class TestGroup(conformance.GroupConformance):
+    pass
 
 
-class TestGroupCentred(AdvantageConformance):
-    name = "group"
-    options: ClassVar = {"scale": "none"}
+class TestGroupCentred(conformance.CentredConformance):
+    pass
 
 
 class TestLeaveOneOut(AdvantageConformance):
     name = "leave_one_out"
 
 
-class TestClip(LossConformance):
-    name = "clip"
+class TestClip(conformance.ClipConformance):
+    pass
 
 
-class TestClipDual(LossConformance):
-    name = "clip"
-    options: ClassVar = {"hi": 0.28, "dual": 3.0}
+class TestClipDual(conformance.DualConformance):
+    pass
 
 
-class TestClipSequence(LossConformance):
-    name = "clip"
-    options: ClassVar = {"level": "sequence"}
+class TestClipSequence(conformance.SequenceConformance):
+    pass
 
 
 class TestReinforce(LossConformance):
     name = "reinforce"
 
 
-class TestKl(KLConformance):
-    name = "kl"
+class TestKl(conformance.DefaultKlConformance):
+    pass
 
 
-class TestKlUnbiased(KLConformance):
-    name = "kl"
-    options: ClassVar = {"estimator": "k1", "unbiased": True}
+class TestKlUnbiased(conformance.UnbiasedConformance):
+    pass
 
 
-class TestKlLowVar(KLConformance):
-    name = "kl"
-    options: ClassVar = {"estimator": "low_var"}
+class TestKlLowVar(conformance.LowVarConformance):
+    pass
 
 
 class TestEntropy(EntropyConformance):

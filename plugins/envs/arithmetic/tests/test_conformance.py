@@ -1,36 +1,23 @@
-"""The environment against the kit, with every kind of task."""
+"""The contract of environments, as `miles conformance env:arithmetic` tests it."""
 
-from typing import ClassVar
-
-from miles_core.testing import EnvironmentConformance
+from miles_env_arithmetic import conformance
 
 
-class TestSort(EnvironmentConformance):
-    name = "arithmetic"
+class TestSort(conformance.SortConformance):
+    pass
 
 
-class TestAdd(EnvironmentConformance):
-    name = "arithmetic"
-    options: ClassVar = {"task": "add", "terms": 3, "padded": True, "reversed_answer": True, "reference_noise": 0.5}
+class TestAdd(conformance.AddConformance):
+    pass
 
 
-class TestSubtract(EnvironmentConformance):
-    name = "arithmetic"
-    options: ClassVar = {"task": "subtract", "digits": 3, "match": "last"}
+class TestSubtract(conformance.SubtractConformance):
+    pass
 
 
-class TestModular(EnvironmentConformance):
-    name = "arithmetic"
-    options: ClassVar = {
-        "task": "modular",
-        "min_digits": 1,
-        "digits": 3,
-        "modulus": 7,
-        "delay_s": 0.001,
-        "delay_max_s": 0.002,
-    }
+class TestModular(conformance.ModularConformance):
+    pass
 
 
-class TestLetters(EnvironmentConformance):
-    name = "arithmetic"
-    options: ClassVar = {"task": "reverse", "symbols": "letters", "template": "Reverse {question}"}
+class TestLetters(conformance.LettersConformance):
+    pass

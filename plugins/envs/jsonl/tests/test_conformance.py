@@ -1,17 +1,11 @@
-"""The environment against the kit: held-out share, and files in their order."""
+"""The contract of environments, as `miles conformance env:jsonl` tests it."""
 
-from typing import ClassVar
-
-from miles_env_jsonl.conformance import JsonlConformance
+from miles_env_jsonl import conformance
 
 
-class TestFraction(JsonlConformance):
+class TestFraction(conformance.FractionConformance):
     pass
 
 
-class TestSlices(JsonlConformance):
-    options: ClassVar = {
-        "path": JsonlConformance.options["path"] + "@[:8]",
-        "eval_path": JsonlConformance.options["path"] + "@[8:]",
-        "shuffle": False,
-    }
+class TestSlices(conformance.SlicesConformance):
+    pass

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from miles_core.contracts.engine import Request
 from miles_core.contracts.model import ModelSource
@@ -17,6 +16,7 @@ from miles_core.contracts.weights import TensorSpec
 from miles_core.provider import BuildContext, Place
 from miles_core.records import Sampling, Version
 from miles_rollout_local.config import Dtype, LocalConfig
+from miles_rollout_local.conformance import model_of as model_of
 from miles_rollout_local.plugin import miles_rollout
 from miles_rollout_local.weights import DTYPES
 
@@ -76,20 +76,6 @@ class Chars:
 
 
 RENDERER: Any = SimpleNamespace(tokenizer=Chars(), stop_ids=(EOS,))
-
-
-def model_of(architecture: dict[str, Any], seed: int = 0) -> Any:
-    """A module with random weights, biases and norms included."""
-    keys = dict(architecture)
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(keys.pop("model_type"), **keys)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.2)
-            elif parameter.abs().max() == 0:  # routers start at zero
-                parameter.normal_(std=0.3)
-    return model
 
 
 def stream(model: Any) -> list[tuple[TensorSpec, torch.Tensor]]:

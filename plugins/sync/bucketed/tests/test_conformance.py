@@ -1,25 +1,24 @@
-"""The contract of transports, on both paths and with tensors of both libraries."""
+"""The contract of transports, as `miles conformance sync:bucketed` tests it, and with tensors of torch."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from miles_sync_bucketed.conformance import InProcessConformance, SharedMemoryConformance
 
 from miles_core.contracts.weights import TensorSpec
-from miles_core.testing.suites.transport import TransportConformance
 
 
-class TestInProcess(TransportConformance):
-    name = "bucketed"
+class TestInProcess(InProcessConformance):
+    pass
 
 
-class TestSharedMemory(TransportConformance):
-    name = "bucketed"
-    options = {"path": "shared_memory"}  # noqa: RUF012
+class TestSharedMemory(SharedMemoryConformance):
+    pass
 
 
-class TestTorch(TestSharedMemory):
+class TestTorch(SharedMemoryConformance):
     def stream(self, seed: int) -> list[tuple[TensorSpec, Any]]:
         generator = torch.Generator().manual_seed(seed)
         tensors = {

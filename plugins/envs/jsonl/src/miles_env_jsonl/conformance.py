@@ -1,11 +1,21 @@
-"""What `miles conformance env:jsonl` tests: the environment on the sample file beside this module."""
+"""What `miles conformance env:jsonl` tests, on the sample file beside this module: a held-out share, files in order."""
 
 from pathlib import Path
 from typing import Any, ClassVar
 
 from miles_core.testing import EnvironmentConformance
 
+SAMPLE = str(Path(__file__).with_name("sample.jsonl"))
 
-class JsonlConformance(EnvironmentConformance):
+
+class FractionConformance(EnvironmentConformance):
     name = "jsonl"
-    options: ClassVar[dict[str, Any]] = {"path": str(Path(__file__).with_name("sample.jsonl")), "eval_fraction": 0.25}
+    options: ClassVar[dict[str, Any]] = {"path": SAMPLE, "eval_fraction": 0.25}
+
+
+class SlicesConformance(FractionConformance):
+    options: ClassVar[dict[str, Any]] = {
+        "path": f"{SAMPLE}@[:8]",
+        "eval_path": f"{SAMPLE}@[8:]",
+        "shuffle": False,
+    }

@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,65 +53,58 @@ def resolve_source(
     keys, catalogue = part.core, catalogue or scan()
     if keys.architecture is not None:
         source = ModelSource(asked="architecture", architecture=dict(keys.architecture))
+        return _with_tokenizer(source, keys.tokenizer, base, catalogue)
+    run, step = _run(keys.source, base)
+    if run is not None:
+        folder = run_loader(run, step)
+    elif resolver := _resolver(keys.source, base, catalogue):
+        asked = str(_existing(keys.source, base) or keys.source)
+        folder = _resolve(asked, resolver, seed, cache, catalogue, deadline_s)
     else:
-        found, folder, from_run = locate(keys.source, base, catalogue), None, ""
-        if found.path is not None and found.what == "run folder":
-            folder = run_loader(found.path, found.step)
-            from_run = str(found.path) if found.step is None else f"{found.path}@{found.step}"
-        elif found.resolver:
-            local = str(found.path) if found.path is not None else keys.source
-            folder = _resolve(local, found.resolver, seed, cache, catalogue, deadline_s)
-        else:
-            folder = found.path or _from_hub(keys.source, deadline_s)
-        if not (folder / "config.json").is_file():
-            raise ModelSourceError(
-                f"model.source {keys.source!r} was resolved to {folder}, which has no config.json",
-                fix="name a source that holds a whole model in Hugging Face format",
-            )
-        source = ModelSource(asked=keys.source, folder=folder, from_run=from_run)
+        folder = _folder(keys.source, base, catalogue) or _from_hub(keys.source, deadline_s)
+    if not (folder / "config.json").is_file():
+        raise ModelSourceError(
+            f"model.source {keys.source!r} was resolved to {folder}, which has no config.json",
+            fix="name a source that holds a whole model in Hugging Face format",
+        )
+    from_run = "" if run is None else str(run) if step is None else f"{run}@{step}"
+    source = ModelSource(asked=keys.source, folder=folder, from_run=from_run)
     return _with_tokenizer(source, keys.tokenizer, base, catalogue)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """What a source names: `what` is `run folder`, `folder`, `resolver` or `hub id`."""
-
-    what: str
-    path: Path | None = None
-    step: int | None = None
-    resolver: str = ""
-
-
-def locate(asked: str, base: Path | None, catalogue: Catalogue) -> Found:
-    """What `asked` names, without opening or fetching it. Raises `ModelSourceError` where it names nothing."""
+def _run(asked: str, base: Path | None) -> tuple[Path | None, int | None]:
+    """The run folder that `asked` names, and the step where it names one."""
     stepped = _STEP.fullmatch(asked)
     for text, step in ((asked, None), *([(stepped[1], int(stepped[2]))] if stepped else [])):
         path = _existing(text, base)
         if path is not None and (path / "resolved.yaml").is_file() and (path / "checkpoints").is_dir():
-            return Found(what="run folder", path=path, step=step)
-    path, resolver = _existing(asked, base), _resolver(asked, catalogue)
+            return path, step
+    return None, None
+
+
+def _folder(asked: str, base: Path | None, catalogue: Catalogue) -> Path | None:
+    """The local folder that `asked` names; `None` for what may be a hub id. Raises `ModelSourceError` for neither."""
+    path, what = _existing(asked, base), f"model.source {asked!r}"
     if path is not None and path.is_dir():
-        if not (path / "config.json").is_file():
-            holds = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
-            raise ModelSourceError(
-                f"model.source {asked!r} is a folder without config.json (it holds: {holds})",
-                fix="name a Hugging Face folder, or a run folder that `miles run` made",
-            )
-        return Found(what="folder", path=path)
-    if resolver:
-        return Found(what="resolver", path=path, resolver=resolver)
+        if (path / "config.json").is_file():
+            return path
+        holds = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
+        raise ModelSourceError(
+            f"{what} is a folder without config.json (it holds: {holds})",
+            fix="name a Hugging Face folder, or a run folder that `miles run` made",
+        )
     if path is not None:
         known = ", ".join(n for n in catalogue.names("model") if n.startswith(".")) or "none"
         raise ModelSourceError(
-            f"model.source {asked!r} is a file; suffixes that installed plugins resolve: {known}",
+            f"{what} is a file; suffixes that installed plugins resolve: {known}",
             fix=f"install a model plugin that resolves {path.suffix or 'such'} files, or name a Hugging Face folder",
         )
     if not _HUB_ID.fullmatch(asked) or _existing(asked.split("/")[0], base) is not None or asked.startswith("runs/"):
         raise ModelSourceError(
-            f"model.source {asked!r} does not exist (looked at {', '.join(str(p) for p in _places(asked, base))})",
+            f"{what} does not exist (looked at {', '.join(str(p) for p in _places(asked, base))})",
             fix="name an existing Hugging Face folder or run folder; a run that was not started yet has none",
         )
-    return Found(what="hub id")
+    return None
 
 
 def _places(asked: str, base: Path | None) -> list[Path]:
@@ -124,11 +117,13 @@ def _existing(asked: str, base: Path | None) -> Path | None:
     return next((p.resolve() for p in _places(asked, base) if p.exists()), None)
 
 
-def _resolver(asked: str, catalogue: Catalogue) -> str:
+def _resolver(asked: str, base: Path | None, catalogue: Catalogue) -> str:
     """The entry point that resolves `asked`: its scheme with the colon, or its suffix; empty where there is none."""
-    scheme = asked.partition(":")[0] + ":" if ":" in asked else ""
-    suffix = Path(asked).suffix
-    return next((n for n in (scheme, suffix) if n and n in catalogue.names("model")), "")
+    path = _existing(asked, base)
+    if path is not None and path.is_dir():
+        return ""
+    names = (asked[: asked.find(":") + 1], Path(asked).suffix)
+    return next((name for name in names if name in catalogue.names("model")), "")
 
 
 def _resolve(asked: str, name: str, seed: int, cache: Path, catalogue: Catalogue, deadline_s: float) -> Path:
@@ -142,27 +137,20 @@ def _resolve(asked: str, name: str, seed: int, cache: Path, catalogue: Catalogue
 
 
 def _from_hub(asked: str, deadline_s: float) -> Path:
+    what = f"model.source {asked!r} is no local folder, and"
+    fix = "check the name and the network, or download it and name the folder"
+    command = [sys.executable, "-c", _FETCH, asked]
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", _FETCH, asked], capture_output=True, text=True, timeout=deadline_s, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, check=False)
     except subprocess.TimeoutExpired as error:
-        raise ModelSourceError(
-            f"model.source {asked!r} is no local folder, and the hub did not deliver it within {deadline_s:g} s",
-            fix="check the name and the network, or download it and name the folder",
-        ) from error
-    if done.returncode == 0:
-        return Path(done.stdout.strip().splitlines()[-1])
-    reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise ModelSourceError(f"{what} the hub did not deliver it within {deadline_s:g} s", fix=fix) from error
     if "No module named 'huggingface_hub'" in done.stderr:
-        raise MissingExtraError(
-            f"model.source {asked!r} is no local folder, and fetching from the hub needs huggingface_hub",
-            fix="pip install huggingface_hub, or name a local folder",
-        )
-    raise ModelSourceError(
-        f"model.source {asked!r} is no local folder, and the hub refused it: {reason}",
-        fix="check the name and the network, or download it and name the folder",
-    )
+        fix = "pip install huggingface_hub, or name a local folder"
+        raise MissingExtraError(f"{what} fetching from the hub needs huggingface_hub", fix=fix)
+    if done.returncode != 0:
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise ModelSourceError(f"{what} the hub refused it: {reason}", fix=fix)
+    return Path(done.stdout.strip().splitlines()[-1])
 
 
 def _with_tokenizer(source: ModelSource, asked: str | None, base: Path | None, catalogue: Catalogue) -> ModelSource:
@@ -178,7 +166,7 @@ def _with_tokenizer(source: ModelSource, asked: str | None, base: Path | None, c
     if asked in catalogue.names("tokenizer"):
         return source
     raise ModelSourceError(
-        f"model.tokenizer {asked!r} is neither a built-in tokenizer ({', '.join(catalogue.names('tokenizer'))}) nor a "
-        "folder with tokenizer.json",
+        f"model.tokenizer {asked!r} is neither a built-in tokenizer ({catalogue.installed('tokenizer')}) nor a folder "
+        "with tokenizer.json",
         fix="name one of them",
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from miles_core.config.schema import ModelKeys, Part
-from miles_core.config.source import locate, resolve_source
+from miles_core.config.source import resolve_source
 from miles_core.errors import MissingExtraError, ModelSourceError
 
 
@@ -162,12 +162,6 @@ def test_a_file_that_nothing_resolves(resolve, tmp_path):
     (tmp_path / "model.bin").write_text("")
     error = refused(resolve, source="model.bin")
     assert error.message == "model.source 'model.bin' is a file; suffixes that installed plugins resolve: .gguf"
-
-
-def test_locating_opens_nothing(resolve, tmp_path):
-    hf(tmp_path / "tiny")
-    found = [locate(asked, None, resolve.catalogue).what for asked in ("tiny", "gguf:x", "owner/model")]
-    assert found == ["folder", "resolver", "hub id"]
 
 
 def hub(tmp_path, monkeypatch, body):

@@ -28,19 +28,16 @@ class TaskFeed:
     ) -> None:
         self._train = dict(train)
         self._eval = dict(evaluation)
-        given = weights or {}
-        total = sum(given.get(name, 1.0) for name in self._train)
-        self._share = {name: given.get(name, 1.0) / total for name in self._train if given.get(name, 1.0) > 0}
+        given = {name: (weights or {}).get(name, 1.0) for name in self._train}
+        total = sum(given.values())
+        self._share = {name: weight / total for name, weight in given.items() if weight > 0}
         self._counts = dict.fromkeys(self._share, 0)
         self._order: list[tuple[str, int]] = []  # position -> (environment, position within it)
 
     def task(self, position: int) -> tuple[str, Task, int]:
         """(environment, task, attempt) of a position of the training split."""
-        if len(self._share) == 1:
-            env, inner = next(iter(self._share)), position
-        else:
-            self._extend(position)
-            env, inner = self._order[position]
+        self._extend(position)
+        env, inner = self._order[position]
         source = self._train[env]
         try:
             with blamed(f"environment {env!r}, task {inner}", LateDataError, "mend what the environment reads"):

@@ -13,49 +13,32 @@ import numpy as np
 
 from miles_core.contracts.launcher import Tracker
 from miles_core.errors import TrackerError, blamed
-from miles_core.records import Finish, Group, Metric, Origin, Status
+from miles_core.records import Finish, Group, Metric, Origin, Status, Trajectory
 
 
 def rollout_metrics(groups: Sequence[Group], step: int) -> dict[str, Metric]:
     """Rewards, lengths, ends and lag of the groups that `step` consumes."""
-    rewarded = failed = truncated = trajectories = tokens = lag_tokens = lag_sum = lag_max = spread = 0
-    reward = 0.0
-    components: dict[str, list[float]] = {}
-    for group in groups:
-        rewards: set[float] = set()
-        for episode in group.episodes:
-            failed += episode.status == Status.FAILED
-            if episode.reward is not None:
-                reward += episode.reward
-                rewarded += 1
-                rewards.add(episode.reward)
-            for name, value in episode.components.items():
-                entry = components.setdefault(name, [0.0, 0.0])
-                entry[0] += value
-                entry[1] += 1
-            for trajectory in episode.trajectories:
-                trajectories += 1
-                truncated += trajectory.finish == Finish.LENGTH
-                tokens += sampled(trajectory.columns, trajectory.length)
-                for span in trajectory.spans:
-                    lag = step - span.version.number
-                    lag_tokens += span.end - span.start
-                    lag_sum += lag * (span.end - span.start)
-                    lag_max = max(lag_max, lag)
-        spread += len(rewards) > 1
+    episodes = [e for group in groups for e in group.episodes]
+    trajectories = [t for e in episodes for t in e.trajectories]
+    tokens = sum(map(sampled, trajectories))
     out: dict[str, Metric] = {
         "tokens": (tokens, 1),
-        "length": (tokens, trajectories),
-        "truncated": (truncated, trajectories),
-        "failed_episodes": (failed, 1),
+        "length": (tokens, len(trajectories)),
+        "truncated": (sum(t.finish == Finish.LENGTH for t in trajectories), len(trajectories)),
     }
-    if rewarded:
-        out["reward"] = (reward, rewarded)
-        out["mixed_groups"] = (spread, len(groups))
-    if lag_tokens:
-        out["lag"] = (lag_sum, lag_tokens)
-        out["lag_max"] = (lag_max, 1)
-    return out | {f"reward.{name}": (total, count) for name, (total, count) in sorted(components.items())}
+    rewards = [e.reward for e in episodes if e.reward is not None]
+    if rewards:
+        mixed = sum(len({e.reward for e in group.episodes} - {None}) > 1 for group in groups)
+        out["reward"] = (sum(rewards), len(rewards))
+        out["mixed_groups"] = (mixed, len(groups))
+    lags = [(step - s.version.number, s.end - s.start) for t in trajectories for s in t.spans]
+    if lags:
+        out["lag"] = (sum(lag * n for lag, n in lags), sum(n for _, n in lags))
+        out["lag_max"] = (max(lag for lag, _ in lags), 1)
+    for name in sorted({name for e in episodes for name in e.components}):
+        values = [e.components[name] for e in episodes if name in e.components]
+        out[f"reward.{name}"] = (sum(values), len(values))
+    return out
 
 
 def evaluation_metrics(results: Sequence[tuple[str, Group]]) -> dict[str, Metric]:
@@ -70,15 +53,15 @@ def evaluation_metrics(results: Sequence[tuple[str, Group]]) -> dict[str, Metric
         rewards = [e.reward or 0.0 for _, group in chosen for e in group.episodes]
         trajectories = [t for _, group in chosen for e in group.episodes for t in e.trajectories]
         out[f"reward{prefix}"] = (float(sum(rewards)), len(rewards))
-        out[f"length{prefix}"] = (sum(sampled(t.columns, t.length) for t in trajectories), len(trajectories))
+        out[f"length{prefix}"] = (sum(map(sampled, trajectories)), len(trajectories))
     out["failed_episodes"] = (sum(e.status == Status.FAILED for _, g in results for e in g.episodes), 1)
     return out
 
 
-def sampled(columns: Mapping[str, Any], length: int) -> int:
+def sampled(trajectory: Trajectory) -> int:
     """How many tokens of a trajectory the model wrote (all of them, on an axis without origins)."""
-    origin = columns.get("origin")
-    return length if origin is None else int(np.count_nonzero(np.asarray(origin) == Origin.SAMPLED))
+    origin = trajectory.columns.get("origin")
+    return trajectory.length if origin is None else int(np.count_nonzero(np.asarray(origin) == Origin.SAMPLED))
 
 
 def told(tracker: Tracker) -> AbstractContextManager[None]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from miles_core.contracts.weights import Evidence, Manifest, Receipt
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     from miles_core.contracts.weights import Link, TensorSpec, Transport
     from miles_core.pool import Pool
 
-OnServing = Callable[[Mapping[str, Any]], Awaitable[None]]
-
 
 class _AtFaultError(Exception):
     """Members that failed, with their errors; the publication may go on without them."""
@@ -40,43 +39,33 @@ class _AtFaultError(Exception):
         self.faults = faults
 
 
+@dataclass(eq=False)
 class Publisher:
-    """Publishes the weights of one policy to the members of a pool."""
+    """Publishes the weights of one policy to the members of a pool.
 
-    def __init__(
-        self,
-        pool: Pool,
-        transport: Transport,
-        links: Mapping[str, Link],
-        trainer: Workers,
-        sync_keys: SyncKeys,
-        on_update: Literal["in_place", "recompute", "abort", "finish"] = "in_place",
-        *,
-        policy: str = "main",
-        on_event: Callable[[str, Mapping[str, Any]], None] | None = None,
-        on_serving: OnServing | None = None,
-    ) -> None:
-        """`links` has one link per engine of `pool`, by name, built for `policy`. `trainer`'s workers have the methods
-        `specs(policy)`, `describe(policy)`, `connect(policy, plan)`, `stage(version)` and `carry(version)`.
+    `links` has one link per engine of `pool`, by name, built for `policy`. `trainer`'s workers have the methods
+    `specs(policy)`, `describe(policy)`, `connect(policy, plan)`, `stage(version)` and `carry(version)`.
+    `on_serving(state)` is awaited after each publication with what pools in sampler processes `follow`.
+    Runs with several policies make one publisher each, over one pool, and hand them out through `Publishers`.
+    """
 
-        `on_serving(state)` is awaited after each publication with what pools in sampler processes `follow`.
-        Runs with several policies make one publisher each, over one pool, and hand them out through `Publishers`.
-        """
-        self.pool = pool
-        self.policy = policy
-        self._transport = transport
-        self._links = dict(links)
-        self._trainer = trainer
-        self._keys = sync_keys
-        self._mode = on_update
-        self._on_event = on_event or (lambda kind, fields: None)
-        self._on_serving = on_serving
+    pool: Pool
+    transport: Transport
+    links: Mapping[str, Link]
+    trainer: Workers
+    keys: SyncKeys
+    on_update: Literal["in_place", "recompute", "abort", "finish"] = "in_place"
+    policy: str = "main"
+    on_event: Callable[[str, Mapping[str, Any]], None] = lambda kind, fields: None
+    on_serving: Callable[[Mapping[str, Any]], Awaitable[None]] | None = None
+
+    def __post_init__(self) -> None:
         self._connected: tuple[Any, ...] = ()
         self._specs: Sequence[TensorSpec] = ()
         self._last: Version | None = None
-        pool.gate.minimum = Evidence(str(sync_keys.verify))
-        pool.gate.within = sync_keys.verify_within
-        pool.min_engines = max(pool.min_engines, sync_keys.min_engines)
+        self.pool.gate.minimum = Evidence(str(self.keys.verify))
+        self.pool.gate.within = self.keys.verify_within
+        self.pool.min_engines = max(self.pool.min_engines, self.keys.min_engines)
 
     async def publish(self, version: Version, changed: bool = True) -> Mapping[str, Receipt]:
         """Give `version` to every member: its receipts by engine name; empty where an alias was enough.
@@ -95,8 +84,8 @@ class Publisher:
             else:
                 receipts = await self._with_retries(version, members)
             self._last = version
-            if self._on_serving is not None:
-                await self._on_serving(self.pool.state())
+            if self.on_serving is not None:
+                await self.on_serving(self.pool.state())
             nbytes = sum(receipt.nbytes for receipt in receipts.values())
             fields = {
                 "version": str(version),
@@ -105,12 +94,12 @@ class Publisher:
                 "bytes": nbytes,
                 "seconds": time.perf_counter() - started,
             }
-            self._on_event("weights_carried", fields)
+            self.on_event("weights_carried", fields)
             return receipts
 
     async def close(self) -> None:
         """Close every link; the first failure surfaces."""
-        await finish_all(link.close() for link in self._links.values())
+        await finish_all(link.close() for link in self.links.values())
 
     async def _with_retries(self, version: Version, members: tuple[str, ...]) -> dict[str, Receipt]:
         while True:
@@ -127,23 +116,23 @@ class Publisher:
 
     async def _candidates(self) -> tuple[str, ...]:
         """Members, and quarantined ones that say they are well: those are sent everything again."""
-        back = [name for name in self.pool.quarantined() if name in self._links]
+        back = [name for name in self.pool.quarantined() if name in self.links]
         health = await asyncio.gather(*(self.pool.health(name) for name in back))
         well = {name for name, state in zip(back, health, strict=True) if state.ok}
-        return tuple(name for name in self._links if name in self.pool.members() or name in well)
+        return tuple(name for name in self.links if name in self.pool.members() or name in well)
 
     async def _once(self, version: Version, members: tuple[str, ...]) -> dict[str, Receipt]:
-        deadline = time.monotonic() + self._keys.deadline_s
-        links = {name: self._links[name] for name in members}
+        deadline = time.monotonic() + self.keys.deadline_s
+        links = {name: self.links[name] for name in members}
         if self._connected != (members, self.pool.losses):
             await self._connect(links, deadline)
             self._connected = (members, self.pool.losses)
         manifest = await self._stage(version, deadline)
 
-        staged = self._transport.phase == "staged"
+        staged = self.transport.phase == "staged"
         carry = self._call("carry", version, deadline=deadline) if staged else None
         await self._both(carry, {n: link.stage(manifest) for n, link in links.items()}, deadline)
-        await self._both(None, {n: self.pool.hold(n, self._mode) for n in members}, deadline)
+        await self._both(None, {n: self.pool.hold(n, self.on_update) for n in members}, deadline)
         carry = None if staged else self._call("carry", version, deadline=deadline)
         found = await self._both(carry, {n: link.carry(manifest) for n, link in links.items()}, deadline)
         self._admit(manifest, found)
@@ -156,7 +145,7 @@ class Publisher:
         senders = await self._call("describe", self.policy, deadline=deadline)
         blobs = await self._both(None, {name: link.describe() for name, link in links.items()}, deadline)
         with blamed("the transport cannot plan", WeightError, "choose another sync plugin, or mend this one"):
-            plan = self._transport.plan(specs, senders, blobs)
+            plan = self.transport.plan(specs, senders, blobs)
         if len(plan.senders) != len(senders) or set(plan.links) != set(links):
             raise WeightError(
                 f"the transport planned {len(plan.senders)} senders and links {sorted(plan.links)}; "
@@ -204,7 +193,7 @@ class Publisher:
     async def _call(self, method: str, *args: Any, rank: int | None = None, deadline: float) -> list[Any]:
         left = max(deadline - time.monotonic(), 0.001)
         with blamed(f"the trainer failed in {method!r}", WeightError, "see the cause with --traceback, then --resume"):
-            return await self._trainer.call(method, *args, rank=rank, timeout_s=left)
+            return await self.trainer.call(method, *args, rank=rank, timeout_s=left)
 
     async def _both(
         self, main: Awaitable[Any] | None, sides: Mapping[str, Awaitable[Any]], deadline: float
@@ -224,7 +213,7 @@ class Publisher:
             error = trainer[0].exception() if trainer and trainer[0].done() else None
         finally:
             if trainer and not trainer[0].done():
-                self._trainer.interrupt()
+                self.trainer.interrupt()
             await cancel(tasks.values())
             if trainer:  # it comes back by itself
                 await asyncio.wait(trainer, timeout=CANCEL_GRACE_S)
@@ -238,7 +227,7 @@ class Publisher:
             raise error
         if not faults:  # the deadline passed and every member says that it is well
             passed = DeadlineError(
-                f"publication passed {self._keys.deadline_s:g} s, waiting for {slow or 'the trainer'}",
+                f"publication passed {self.keys.deadline_s:g} s, waiting for {slow or 'the trainer'}",
                 fix="raise sync.deadline_s, or find out why the transport is slow",
             )
             if not slow:

@@ -133,7 +133,8 @@ class Loop:
             groups = [mask_stale(group, step, schedule.max_staleness) for group in groups]
         values = {f"rollout/{key}": value for key, value in rollout_metrics(groups, step).items()}
         values["rollout/dropped"] = (side.dropped, side.ended)
-        side.dropped = side.ended = 0
+        values["rollout/failed_episodes"] = (side.failed, 1)
+        side.dropped = side.ended = side.failed = 0
         batched = clock()
         side.training = True
         self._admit(side)
@@ -198,6 +199,7 @@ class Loop:
         side.ended += 1
         for episode in group.episodes:
             if episode.status == Status.FAILED:
+                side.failed += 1
                 self._reports.event("episode_failed", policy=side.name, episode=episode.id, why=episode.error)
         versions = versions_of(group)
         kept, why = fit_group(group, side.schedule)
@@ -226,7 +228,7 @@ class Loop:
             done=min(len(own), groups),
             of=groups,
             reward=sum(rewards) / len(rewards) if rewards else None,
-            tokens=sum(sampled(t.columns, t.length) for e in kept.episodes for t in e.trajectories),
+            tokens=sum(sampled(t) for e in kept.episodes for t in e.trajectories),
         )
 
     def _drop(self, side: Side, lease: Lease, why: str, versions: tuple[int, int] | None) -> None:
@@ -245,7 +247,7 @@ class Loop:
             if not is_stale(entry.versions, step, schedule):
                 continue
             assert entry.group is not None and entry.versions is not None
-            tokens = [sampled(t.columns, t.length) for e in entry.group.episodes for t in e.trajectories]
+            tokens = [sampled(t) for e in entry.group.episodes for t in e.trajectories]
             side.dropped += 1
             if schedule.on_stale == OnStale.retry:
                 self.ledger.give_back(lease, "stale")

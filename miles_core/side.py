@@ -25,7 +25,7 @@ class Side:
         self.training = False
         self.changed = False
         self.served = -1  # version number that engines serve
-        self.dropped = self.ended = 0  # since the last step
+        self.dropped = self.ended = self.failed = 0  # leases, leases, episodes since the last step
 
     def next_step(self) -> int:
         """The earliest step that a group which waits now can be part of."""

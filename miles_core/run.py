@@ -146,7 +146,8 @@ class RunDir:
     def begin_checkpoint(self, step: int) -> Path:
         """An empty folder to write a checkpoint into; `commit_checkpoint` makes it valid."""
         draft = self.path / "checkpoints" / f".step_{step:06d}.draft"
-        shutil.rmtree(draft, ignore_errors=True)
+        for stale in draft.parent.glob(".step_*.draft"):  # of a save that was cut off
+            shutil.rmtree(stale, ignore_errors=True)
         with _writing(step):
             (draft / "trainer").mkdir(parents=True)
         return draft

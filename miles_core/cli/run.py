@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import sys
 import threading
 from pathlib import Path
@@ -41,6 +42,12 @@ def run(
     stop, begun = threading.Event(), threading.Event()
 
     async def drive() -> object:
+        wake, woken = socket.socketpair()
+        for end in (wake, woken):
+            end.setblocking(False)
+        # A signal may reach any thread: this ends the wait of the event loop, so that its handler runs at once.
+        asyncio.get_running_loop().add_reader(woken, lambda: woken.recv(64))
+        before_fd = signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
         try:
             return await execute(run_file, catalogue, stop, resume=resume, on_begin=begun.set)
         except MilesError as error:
@@ -48,6 +55,11 @@ def run(
                 error.fix += f"\nResume: miles run {path} --resume"
             leaving.append(leave_within(GRACE_S, error.exit_code, str(error)))
             raise
+        finally:
+            signal.set_wakeup_fd(before_fd)
+            asyncio.get_running_loop().remove_reader(woken)
+            wake.close()
+            woken.close()
 
     leaving: list[threading.Timer] = []
     before = {number: signal.signal(number, _Interrupt(stop, begun, path)) for number in SIGNALS}

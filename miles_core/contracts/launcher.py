@@ -52,7 +52,9 @@ class Workers(Protocol):
 
 @runtime_checkable
 class Launcher(Protocol):
-    """Kind `launcher`, place `controller`. Offers `in_process` where workers share the controller's process."""
+    """Kind `launcher`, place `controller`. Offers `in_process` where workers share the controller's process.
+
+    Worker processes ignore SIGINT: Ctrl-C reaches them too, and the controller decides what it means."""
 
     async def start(self, spec: WorkerSpec) -> Workers: ...
 

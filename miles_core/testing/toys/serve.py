@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import sys
 
 from miles_core.testing.toys.engine import ToyEngine
@@ -23,4 +24,5 @@ async def main(options: dict[str, object]) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal; the parent decides
     asyncio.run(main(json.loads(sys.argv[1])))

@@ -11,6 +11,7 @@ import asyncio
 import importlib
 import os
 import queue
+import signal
 import sys
 import threading
 from multiprocessing.connection import Connection
@@ -98,6 +99,7 @@ def portable(error: BaseException) -> MilesError:
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal; the parent decides
     child = Child(Connection(int(sys.argv[1])))
     child.run()
     os._exit(0)

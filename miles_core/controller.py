@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miles_core.columns import collate
-from miles_core.contracts.launcher import WorkerSpec
-from miles_core.contracts.learning import Output
+from miles_core.contracts.launcher import Tracker, Workers, WorkerSpec
+from miles_core.contracts.learning import Output, UpdateResult
 from miles_core.errors import (
     BackendError,
     CheckpointError,
@@ -31,25 +31,20 @@ from miles_core.errors import (
 from miles_core.feed import TaskFeed
 from miles_core.learner import Learner, with_finite
 from miles_core.pool import Pool
-from miles_core.prepare import Prepared, sampling_of, sampling_policies
+from miles_core.prepare import Parts, Prepared, sampling_of
 from miles_core.provider import Place
 from miles_core.publish import Publisher, Publishers
-from miles_core.records import Group, Metric, Task, group_id
+from miles_core.records import Array, Group, Metric, Task, group_id
 from miles_core.rollouts import Rollouts
 from miles_core.sampler import RemoteSampler, Sampler, SamplerEndpoint, SamplingPolicy, demonstrations
-from miles_core.schedule import Loop, PolicySetup, RunResult
-from miles_core.wiring import Wiring, sources_from_plain, sources_to_plain, wire
+from miles_core.schedule import Loop, PolicySetup, RunResult, Stop
+from miles_core.wiring import Wiring, wire
 
 if TYPE_CHECKING:
     from miles_core.config.schema import Policy, RunFile
     from miles_core.contracts.engine import Engine
-    from miles_core.contracts.launcher import Tracker, Workers
-    from miles_core.contracts.learning import UpdateResult
     from miles_core.ledger import Ledger
-    from miles_core.records import Array
     from miles_core.run import RunDir
-    from miles_core.schedule import Stop
-    from miles_core.wiring import Sources
 
 CALL_TIMEOUT_S = 7200.0  # one score, update or save of the trainer
 START_TIMEOUT_S = 1800.0
@@ -121,7 +116,7 @@ class _Checkpoints:
             ):
                 await self.workers.call("save", str(draft / "trainer"), timeout_s=CALL_TIMEOUT_S)
             done = await asyncio.to_thread(self.run.commit_checkpoint, draft, step, ledger)
-        except BaseException:
+        except Exception:  # not where this is cancelled: threads still write. A draft never counts
             shutil.rmtree(draft, ignore_errors=True)
             raise
         if best:
@@ -152,12 +147,7 @@ class Controller:
                 place=Place.TRAINER,
                 factory="miles_core.wiring:trainer_worker",
                 count=run.backend.core.ranks,
-                payload={
-                    "tree": run.tree,
-                    "lock": prepared.lock,
-                    "run_dir": str(wiring.run_dir),
-                    "sources": sources_to_plain(prepared.sources),
-                },
+                payload=wiring.payload(prepared.lock),
                 threads=run.run.threads,
                 gpus=run.backend.core.gpus_per_rank,
             )
@@ -165,11 +155,11 @@ class Controller:
             learners = {p.name: await _learner(prepared, p, trainer) for p in run.policies.values()}
             pool = publishers = remote = None
             if run.engines:
-                pool = _pool(wiring, prepared.sources, prepared.sampling, Place.CONTROLLER, on_event=on_event)
+                pool = _pool(wiring, prepared.parts, Place.CONTROLLER, on_event=on_event)
                 parts.append(pool)
                 await pool.start(START_TIMEOUT_S)
                 remote = await _remote_sampler(run, launcher, pool, base)
-            sampler = remote or _sampler(wiring, prepared.sampling, prepared.extensions, pool, Place.CONTROLLER)
+            sampler = remote or _sampler(wiring, prepared.parts, Place.CONTROLLER, pool)
             parts.append(sampler)
             if pool is not None and run.sync is not None:
                 follow = None if remote is None else remote.follow
@@ -199,7 +189,7 @@ class Controller:
             trackers=trackers,
             observers=self.prepared.wiring.catalogue.pm.hook,
             rollouts=Rollouts(
-                run_dir.path / "rollouts", {name: p.renderer.text for name, p in self.prepared.sampling.items()}
+                run_dir.path / "rollouts", {name: p.renderer.text for name, p in self.prepared.parts.sampling.items()}
             ),
         )
         return await loop.run()
@@ -214,7 +204,7 @@ class Controller:
             eval_sampling = replace(sampling, temperature=run.eval.temperature, top_p=1.0, top_k=0)
         elif run.eval.every is not None and shown:
             held_out = tasks.evaluation(run.eval.tasks)
-            evaluate = _EvaluationLoss(self.prepared.sampling[name], held_out, _Trainer(self.trainer))
+            evaluate = _EvaluationLoss(self.prepared.parts.sampling[name], held_out, _Trainer(self.trainer))
         return PolicySetup(
             name=name,
             schedule=policy.schedule,
@@ -228,7 +218,7 @@ class Controller:
         )
 
     def _tasks(self, policy: Policy) -> TaskFeed:
-        envs = self.prepared.sampling[policy.name].envs
+        envs = self.prepared.parts.sampling[policy.name].envs
         return TaskFeed(
             {key: env.tasks("train") for key, env in envs.items()},
             {key: env.tasks("eval") for key, env in envs.items() if "eval" in env.task_splits},
@@ -260,18 +250,17 @@ async def _learner(prepared: Prepared, policy: Policy, trainer: Workers) -> Lear
     return Learner(
         policy,
         run.run.seed,
-        prepared.stages[policy.name],
+        prepared.parts.stages[policy.name],
         terms,
         _Trainer(trainer),
-        prepared.sampling[policy.name].columns,
+        prepared.parts.sampling[policy.name].columns,
         max_new_tokens=None if sampling is None else sampling.max_new_tokens,
     )
 
 
 def _pool(
     wiring: Wiring,
-    sources: Sources,
-    policies: Mapping[str, SamplingPolicy],
+    parts: Parts,
     place: Place,
     *,
     addresses: Mapping[str, str] | None = None,
@@ -294,8 +283,8 @@ def _pool(
                 replace(part, name=name),
                 place,
                 policy=first,
-                model=sources[first]["actor"],
-                renderer=policies[first].renderer,
+                model=wiring.sources[first]["actor"],
+                renderer=parts.sampling[first].renderer,
                 address=(addresses or {}).get(name, ""),
             )
     return Pool(engines, on_event=on_event)
@@ -313,7 +302,7 @@ def _publishers(
     publishers = {}
     for name, policy in wiring.run.policies.items():
         links = {
-            key: wiring.build(sync, Place.ENGINE, policy=name, engine=engine, extensions=prepared.extensions)
+            key: wiring.build(sync, Place.ENGINE, policy=name, engine=engine, extensions=prepared.parts.extensions)
             for key, engine in pool.engines.items()
         }
         publishers[name] = Publisher(
@@ -330,15 +319,13 @@ def _publishers(
     return Publishers(publishers)
 
 
-def _sampler(
-    wiring: Wiring, policies: Mapping[str, SamplingPolicy], extensions: tuple[Any, ...], pool: Pool | None, place: Place
-) -> Sampler:
+def _sampler(wiring: Wiring, parts: Parts, place: Place, pool: Pool | None) -> Sampler:
     return Sampler(
-        policies,
+        parts.sampling,
         None if pool is None else pool.generate,
         run_seed=wiring.run.run.seed,
         scorers={key: wiring.build(part, place) for key, part in wiring.run.scorers.items()},
-        extensions=extensions,
+        extensions=parts.extensions,
         abort_requests=None if pool is None else pool.abort,
     )
 
@@ -364,24 +351,14 @@ async def _remote_sampler(run: RunFile, launcher: Any, pool: Pool, trainer: Work
 
 
 def sampler_worker(
-    *,
-    rank: int,
-    count: int,
-    cancelled: Callable[[], bool],
-    tree: Mapping[str, Any],
-    lock: Mapping[str, Any],
-    run_dir: str,
-    sources: Mapping[str, Any],
-    engines: Mapping[str, str],
+    *, rank: int, count: int, cancelled: Callable[[], bool], engines: Mapping[str, str], **payload: Any
 ) -> SamplerEndpoint:
     """Factory named in the samplers' `WorkerSpec`: builds engine clients, environments and scorers of its own."""
-    wiring, resolved = wire(tree, lock, run_dir), sources_from_plain(sources)
+    wiring = wire(**payload)
     try:
-        extensions = wiring.extensions(Place.SAMPLER)
-        stages = {p.name: wiring.stages(p) for p in wiring.run.policies.values()}
-        policies = sampling_policies(wiring, resolved, stages, extensions, Place.SAMPLER)
-        pool = _pool(wiring, resolved, policies, Place.SAMPLER, addresses=engines)
-        return SamplerEndpoint(_sampler(wiring, policies, extensions, pool, Place.SAMPLER), pool)
+        parts = Parts.build(wiring, Place.SAMPLER)
+        pool = _pool(wiring, parts, Place.SAMPLER, addresses=engines)
+        return SamplerEndpoint(_sampler(wiring, parts, Place.SAMPLER, pool), pool)
     except BaseException:
         with suppress(Exception), ThreadPoolExecutor(1) as thread:  # a loop may be running in this one
             thread.submit(asyncio.run, _close_all(wiring.closers())).result()

@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 from miles_core.compatibility import check_lock
 from miles_core.controller import Controller
-from miles_core.errors import JournalError, MilesError, ResumeError, StoppedError, blamed, met_late
+from miles_core.errors import (
+    CheckpointError,
+    JournalError,
+    MilesError,
+    ResumeError,
+    RunDirError,
+    StoppedError,
+    blamed,
+    met_late,
+)
 from miles_core.export import Exports
 from miles_core.journal import Journal
 from miles_core.ledger import Ledger
@@ -77,7 +86,8 @@ async def execute(
             run = RunDir.create(path, *config)
         else:
             run = going_on.run
-            run.write_config(*config)
+            with blamed(f"{path} cannot be written", RunDirError, "free space there, then try again"):
+                run.write_config(*config)
         exports.keep()
         result = await _drive(controller, prepared, run, going_on, trackers, stop)
     except BaseException:
@@ -118,7 +128,8 @@ async def _drive(
         ledger = _ledger(prepared, journal, resume)
         first = resume.checkpoint.step if resume and resume.checkpoint else 0
         if resume is not None and resume.checkpoint is not None:
-            await controller.trainer.call("load", str(resume.checkpoint.trainer), timeout_s=7200.0)
+            with blamed(f"{resume.checkpoint.folder} cannot be loaded", CheckpointError, "remove it, then try again"):
+                await controller.trainer.call("load", str(resume.checkpoint.trainer), timeout_s=7200.0)
         info = {
             "name": run_file.run.name,
             "dir": str(run.path),
@@ -152,7 +163,7 @@ async def _drive(
 def _ledger(prepared: Prepared, journal: Journal, resume: Resume | None) -> Ledger:
     run_file = prepared.wiring.run
     schedules = {p.name: p.schedule for p in run_file.policies.values()}
-    large = {spec.name for specs in prepared.sampling.values() for spec in specs.columns.values() if spec.large}
+    large = {spec.name for specs in prepared.parts.sampling.values() for spec in specs.columns.values() if spec.large}
     omit = frozenset(large if run_file.run.journal == "light" else ())
     if resume is None:
         return Ledger(journal, schedules, omit=omit)

@@ -72,12 +72,11 @@ def export(run: RunDir, step: int | None, folder: Path, policy: str = "") -> int
         raise InputError(
             f"the run has no policy {policy!r}; it has {list(run_file.policies)}", fix="name one of these by --policy"
         )
-    wiring = Wiring(run_file, catalogue, run.path)
-    sources = {p.name: model_sources(p, wiring, export_cached) for p in run_file.policies.values()}
-    renderer = build_renderer(wiring, chosen, sources[chosen.name]["actor"], Place.CONTROLLER)
+    wiring = Wiring(run_file, catalogue, run.path, model_sources(run_file, catalogue, export_cached))
+    renderer = build_renderer(wiring, chosen, Place.CONTROLLER)
     draft = folder.with_name(f".{folder.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
-    worker: Any = TrainerWorker(wiring, sources, 0, 1, lambda: False)
+    worker: Any = TrainerWorker(wiring, 0, 1, lambda: False)
     try:
         worker.load(str(checkpoint.trainer))
         draft.mkdir(parents=True)

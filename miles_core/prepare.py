@@ -30,65 +30,60 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """What `prepare` found out: everything that the controller builds without engines or trainer, by policy."""
+class Parts:
+    """What one process builds to run episodes; all but the extensions by policy."""
 
-    wiring: Wiring
-    lock: Mapping[str, Any]
-    sources: Sources
     extensions: tuple[Any, ...]
     stages: Mapping[str, Stages]
     sampling: Mapping[str, SamplingPolicy]  # with renderer, environments and columns
-    filters: Mapping[str, Mapping[str, Any]]
+
+    @staticmethod
+    def build(wiring: Wiring, place: Place) -> Parts:
+        extensions = wiring.extensions(place)
+        keys = sampling_of(wiring.run)
+        cut = keys is not None and (keys.top_p < 1 or keys.top_k > 0)
+        stages, sampling = {}, {}
+        for name, policy in wiring.run.policies.items():
+            renderer = build_renderer(wiring, policy, place)
+            stages[name] = wiring.stages(policy)
+            sampling[name] = SamplingPolicy(
+                name=name,
+                renderer=renderer,
+                envs={k: wiring.build(e, place, policy=name, renderer=renderer) for k, e in policy.envs.items()},
+                want=frozenset({"keep_ids"} if cut else ()),
+                columns=column_specs(stages[name], extensions),
+                deadline_s=policy.schedule.episode_deadline_s,
+                rewarded=policy.algorithm.keys.episodes == "sampled",
+            )
+        return Parts(extensions=extensions, stages=stages, sampling=sampling)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What `prepare` found out: everything that the controller builds without engines or trainer."""
+
+    wiring: Wiring
+    lock: Mapping[str, Any]
+    parts: Parts
+    filters: Mapping[str, Mapping[str, Any]]  # by policy and name
 
 
 def prepare(run_file: RunFile, catalogue: Catalogue, run_dir: Path, export: Callable[..., Path]) -> Prepared:
     """Check everything that needs neither engine nor trainer. Raises `InputError`s; creates nothing but exports of
     other runs (`export(run_dir, step) -> folder` makes a Hugging Face folder of a run's checkpoint)."""
     match_capabilities(run_file, catalogue)
-    wiring, policies = Wiring(run_file, catalogue, run_dir), run_file.policies.values()
-    sources = {p.name: model_sources(p, wiring, export) for p in policies}
-    extensions = wiring.extensions(Place.CONTROLLER)
-    stages = {p.name: wiring.stages(p) for p in policies}
-    sampling = sampling_policies(wiring, sources, stages, extensions, Place.CONTROLLER)
-    for name, policy in sampling.items():
+    wiring = Wiring(run_file, catalogue, run_dir, model_sources(run_file, catalogue, export))
+    parts = Parts.build(wiring, Place.CONTROLLER)
+    for name, policy in parts.sampling.items():
+        model = wiring.sources[name]["actor"]
         for key, env in policy.envs.items():
-            _probe(key, env, policy.renderer, sources[name]["actor"], evaluates=run_file.eval.every is not None)
+            _probe(key, env, policy.renderer, model, evaluates=run_file.eval.every is not None)
     filters = {
-        p.name: {f.name: wiring.build(f, Place.CONTROLLER, policy=p.name) for f in p.algorithm.many("filters")}
-        for p in policies
+        name: {f.name: wiring.build(f, Place.CONTROLLER, policy=name) for f in policy.algorithm.many("filters")}
+        for name, policy in run_file.policies.items()
     }
-    return Prepared(
-        wiring=wiring,
-        lock=plugin_lock([*run_file.parts(), *_unbuilt(run_file, catalogue)], catalogue),
-        sources=sources,
-        extensions=extensions,
-        stages=stages,
-        sampling=sampling,
-        filters=filters,
-    )
-
-
-def sampling_policies(
-    wiring: Wiring, sources: Sources, stages: Mapping[str, Stages], extensions: tuple[Any, ...], place: Place
-) -> dict[str, SamplingPolicy]:
-    """What episodes need in the process of `place`, by policy: renderer and environments are built here."""
-    sampling = sampling_of(wiring.run)
-    cut = sampling is not None and (sampling.top_p < 1 or sampling.top_k > 0)
-    found = {}
-    for policy in wiring.run.policies.values():
-        name = policy.name
-        renderer = build_renderer(wiring, policy, sources[name]["actor"], place)
-        found[name] = SamplingPolicy(
-            name=name,
-            renderer=renderer,
-            envs={k: wiring.build(e, place, policy=name, renderer=renderer) for k, e in policy.envs.items()},
-            want=frozenset({"keep_ids"} if cut else ()),
-            columns=column_specs(stages[name], extensions),
-            deadline_s=policy.schedule.episode_deadline_s,
-            rewarded=policy.algorithm.keys.episodes == "sampled",
-        )
-    return found
+    lock = plugin_lock([*run_file.parts(), *_unbuilt(run_file, catalogue)], catalogue)
+    return Prepared(wiring=wiring, lock=lock, parts=parts, filters=filters)
 
 
 def sampling_of(run: RunFile) -> Sampling | None:
@@ -129,29 +124,29 @@ def _unbuilt(run_file: RunFile, catalogue: Catalogue) -> list[Part]:
     return [Part(kind=kind, name=use, use=use, options=None) for kind, use in found]
 
 
-def model_sources(policy: Policy, wiring: Wiring, export: Callable[[Path, int | None], Path]) -> dict[str, ModelSource]:
-    """The actor's source, and a role's own where it names one. `export(run_dir, step)` makes a folder of a run."""
-    run, own = wiring.run.run, policy.model.core
+def model_sources(run_file: RunFile, catalogue: Catalogue, export: Callable[[Path, int | None], Path]) -> Sources:
+    """Each policy's source, and a role's own where it names one. `export(run_dir, step)` makes a folder of a run."""
+    run = run_file.run
+    base = Path(run.folder) if run.folder else None
 
-    def resolve(keys: Any) -> ModelSource:
-        return resolve_source(
-            replace(policy.model, core=keys),
-            run.seed,
-            run_loader=export,
-            base=Path(run.folder) if run.folder else None,
-            catalogue=wiring.catalogue,
-        )
+    def resolve(model: Part) -> ModelSource:
+        return resolve_source(model, run.seed, run_loader=export, base=base, catalogue=catalogue)
 
-    shared = resolve(own)
-    return {
-        name: resolve(replace(own, source=role.source, architecture=None)) if role.source else shared
-        for name, role in policy.roles.items()
-    }
+    found: dict[str, dict[str, ModelSource]] = {}
+    for policy in run_file.policies.values():
+        shared, keys = resolve(policy.model), policy.model.core
+        found[policy.name] = {
+            name: resolve(replace(policy.model, core=replace(keys, source=role.source, architecture=None)))
+            if role.source
+            else shared
+            for name, role in policy.roles.items()
+        }
+    return found
 
 
-def build_renderer(wiring: Wiring, policy: Policy, source: ModelSource, place: Place) -> Any:
+def build_renderer(wiring: Wiring, policy: Policy, place: Place) -> Any:
     """The policy's renderer, with the built-in tokenizer that `model.tokenizer` names (a folder is in the source)."""
-    keys = policy.model.core
+    keys, source = policy.model.core, wiring.sources[policy.name]["actor"]
     tokenizer = None
     if keys.tokenizer is not None and source.tokenizer_folder is None:
         loaded = wiring.catalogue.load("tokenizer", keys.tokenizer)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,12 +39,24 @@ Sources = Mapping[str, Mapping[str, ModelSource]]  # policy -> role -> source
 
 @dataclass(frozen=True)
 class Wiring:
-    """The frozen run file and the catalogue of this process."""
+    """The frozen run file and model sources, and the catalogue of this process."""
 
     run: RunFile
     catalogue: Catalogue
     run_dir: Path
+    sources: Sources
     built: list[Any] = field(default_factory=list)  # every product, in the order in which they were built
+
+    def payload(self, lock: Mapping[str, Any]) -> dict[str, Any]:
+        """Plain data from which `wire` makes the same in another process."""
+        sources = {
+            policy: {
+                role: {key: str(value) if isinstance(value, Path) else value for key, value in vars(source).items()}
+                for role, source in roles.items()
+            }
+            for policy, roles in self.sources.items()
+        }
+        return {"tree": self.run.tree, "lock": lock, "run_dir": str(self.run_dir), "sources": sources}
 
     def build(self, part: Part, place: Place, **context: Any) -> Any:
         """The product of `part` at `place`, checked against its Protocol. Keyword arguments fill `BuildContext`."""
@@ -104,43 +116,27 @@ class Wiring:
         return tuple(bound)
 
 
-def wire(tree: Mapping[str, Any], lock: Mapping[str, Any], run_dir: str) -> Wiring:
-    """Wire this process from plain data. Raises `LockError` where what is installed here differs from the lock."""
-    catalogue = scan()
-    check_lock(lock, catalogue)
-    return Wiring(from_tree(tree, catalogue), catalogue, Path(run_dir))
-
-
-def sources_to_plain(sources: Sources) -> dict[str, dict[str, dict[str, Any]]]:
-    """Model sources as JSON: they travel to workers in a payload."""
-    return {
-        policy: {
-            role: {key: str(value) if isinstance(value, Path) else value for key, value in asdict(source).items()}
-            for role, source in roles.items()
-        }
-        for policy, roles in sources.items()
-    }
-
-
-def sources_from_plain(plain: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Sources:
-    def source(fields: Mapping[str, Any]) -> ModelSource:
-        return ModelSource(**{**fields, **{k: Path(fields[k]) for k in ("folder", "tokenizer_folder") if fields[k]}})
-
-    return {policy: {role: source(fields) for role, fields in roles.items()} for policy, roles in plain.items()}
-
-
-def trainer_worker(
+def wire(
     *,
-    rank: int,
-    count: int,
-    cancelled: Callable[[], bool],
     tree: Mapping[str, Any],
     lock: Mapping[str, Any],
     run_dir: str,
     sources: Mapping[str, Mapping[str, Mapping[str, Any]]],
-) -> TrainerWorker:
+) -> Wiring:
+    """Wire this process from `Wiring.payload`. Raises `LockError` where the lock says other than what is installed."""
+
+    def source(fields: Mapping[str, Any]) -> ModelSource:
+        return ModelSource(**{**fields, **{k: Path(fields[k]) for k in ("folder", "tokenizer_folder") if fields[k]}})
+
+    catalogue = scan()
+    check_lock(lock, catalogue)
+    resolved = {policy: {role: source(fields) for role, fields in roles.items()} for policy, roles in sources.items()}
+    return Wiring(from_tree(tree, catalogue), catalogue, Path(run_dir), resolved)
+
+
+def trainer_worker(*, rank: int, count: int, cancelled: Callable[[], bool], **payload: Any) -> TrainerWorker:
     """Factory named in the trainers' `WorkerSpec`."""
-    return TrainerWorker(wire(tree, lock, run_dir), sources_from_plain(sources), rank, count, cancelled)
+    return TrainerWorker(wire(**payload), rank, count, cancelled)
 
 
 class TrainerWorker:
@@ -149,24 +145,24 @@ class TrainerWorker:
     Methods are called collectively through `Workers.call`, each on this rank's own thread.
     """
 
-    def __init__(self, wiring: Wiring, sources: Sources, rank: int, count: int, cancelled: Callable[[], bool]) -> None:
+    def __init__(self, wiring: Wiring, rank: int, count: int, cancelled: Callable[[], bool]) -> None:
         self._wiring = wiring
         self._cancelled = cancelled
         self._senders: dict[str, Sender] = {}
         try:
-            self._build(sources, {"rank": rank, "ranks": count})
+            self._build({"rank": rank, "ranks": count})
         except BaseException:
             with suppress(Exception):  # what failed first is the better news
                 self.close()
             raise
 
-    def _build(self, sources: Sources, shared: dict[str, Any]) -> None:
+    def _build(self, shared: dict[str, Any]) -> None:
         wiring, run = self._wiring, self._wiring.run
         shared["extensions"] = wiring.extensions(Place.TRAINER, **shared)
         specs: dict[str, dict[str, RoleSpec]] = {name: {} for name in run.policies}
         for policy in run.policies.values():
             for name, role in policy.roles.items():
-                source = sources[policy.name][name]
+                source = wiring.sources[policy.name][name]
                 specs[policy.name][name] = RoleSpec(
                     name=name,
                     source=source,

@@ -116,7 +116,7 @@ def _models(run_file: RunFile, catalogue: Catalogue, path: Path) -> list[str]:
     prepared = prepare(run_file, catalogue, path, export_cached)
     engines = sum(part.core.count for part in run_file.engines.values())
     lines = []
-    for policy, roles in prepared.sources.items():
+    for policy, roles in prepared.wiring.sources.items():
         for role, source in roles.items():
             lines.append(f"{policy}/{role}: {source.asked} -> {_size(source, engines if role == 'actor' else 0)}")
     return lines

@@ -11,7 +11,7 @@ from miles_core.discovery import scan
 from miles_core.errors import EngineError
 from miles_core.export import export_cached
 from miles_core.prepare import prepare
-from miles_core.wiring import TrainerWorker, Wiring, sources_to_plain
+from miles_core.wiring import TrainerWorker, Wiring
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def closed(monkeypatch):
 def test_a_trainer(prepared, closed):
     found = closed("sync")
     with pytest.raises(EngineError, match="no room"):
-        TrainerWorker(prepared.wiring, prepared.sources, 0, 1, lambda: False)
+        TrainerWorker(prepared.wiring, 0, 1, lambda: False)
     assert found == ["backend"]
 
 
@@ -67,14 +67,7 @@ def test_a_controller(prepared, closed, kind, nth, want):
 
 def test_a_sampler_process(prepared, closed):
     found = closed("scorer")
-    payload = {"tree": prepared.wiring.run.tree, "lock": prepared.lock, "run_dir": "runs/toy"}
+    payload = prepared.wiring.payload(prepared.lock)
     with pytest.raises(EngineError, match="no room"):
-        sampler_worker(
-            rank=0,
-            count=1,
-            cancelled=lambda: False,
-            sources=sources_to_plain(prepared.sources),
-            engines={},
-            **payload,
-        )
+        sampler_worker(rank=0, count=1, cancelled=lambda: False, engines={}, **payload)
     assert found == ["rollout", "rollout"]

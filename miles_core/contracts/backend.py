@@ -46,7 +46,6 @@ class Backend(Protocol):
 
     def build(self, policies: Mapping[str, Mapping[str, RoleSpec]], total_updates: Mapping[str, int]) -> None:
         """Policy -> role name -> spec. `total_updates[policy]` is the length of the learning-rate schedules."""
-        ...
 
     def score(self, batch: Batch, outputs: Sequence[Output]) -> Mapping[str, Array]:
         """Forward without gradient. Column name -> [units, …] on every rank.
@@ -54,7 +53,6 @@ class Backend(Protocol):
         The actor's log-probabilities are named `proximal_logprobs`, its values `values`; other roles' outputs
         `<role>.<output>`.
         """
-        ...
 
     def update(self, minibatch: Batch, terms: Sequence[BoundTerm]) -> UpdateResult:
         """One optimizer update of the policy `minibatch.policy`: Σ coef · weight · value, gradients summed over ranks.
@@ -62,27 +60,21 @@ class Backend(Protocol):
         Metrics per term: `loss` (total), `<term>`, `<term>/<metric>`, and `lr`; `logprobs` reuse is the backend's own.
         Where the minibatch has no `proximal_logprobs`, views serve `proximal_logprobs` as the detached current ones.
         """
-        ...
 
     def blend(self, policy: str, dst: str, src: str, decay: float) -> None:
         """Role weights: dst = decay · dst + (1 - decay) · src."""
-        ...
 
     def export(self, policy: str, layout: Layout, meta: bool = False) -> Iterator[tuple[TensorSpec, Tensor]]:
         """The actor's weights as a Hugging Face stream, extensions applied. With `meta`, tensors carry no data."""
-        ...
 
     def save(self, folder: Path) -> None:
         """Write all state of all policies: weights, optimizer, schedule position, RNG. The caller commits."""
-        ...
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote, from any number of ranks."""
-        ...
 
     def save_model(self, policy: str, folder: Path) -> None:
         """Write a Hugging Face folder of the actor (weights and config; core adds the tokenizer)."""
-        ...
 
     def offload(self, tags: Sequence[str]) -> None: ...
 

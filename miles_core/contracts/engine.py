@@ -81,25 +81,20 @@ class Engine(Protocol):
 
     async def start(self) -> None:
         """Be ready to take requests or weights. Weights of version 0 arrive through a port before the first request."""
-        ...
 
     async def generate(self, request: Request) -> Completion:
         """Sample. Raises `DeadlineError` past `request.deadline_s`, `EngineError` where the engine fails."""
-        ...
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """End these requests (all where `None`): their `generate` returns what was sampled, with finish `abort`."""
-        ...
 
     async def pause(self, mode: PauseMode) -> None:
         """Return when no step is running and none will start before `resume`."""
-        ...
 
     async def resume(self) -> None: ...
 
     def port(self, name: str) -> WeightPort:
         """The weight port `tensors`, `group`, `checkpoint` or `regions`; `CapabilityError` where it has none."""
-        ...
 
     async def health(self) -> Health: ...
 

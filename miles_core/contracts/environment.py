@@ -29,7 +29,6 @@ class TaskSource(Protocol):
 
     def task(self, position: int) -> Task:
         """Raises `DataError` (before the run: core probes position 0) or `LateDataError` naming file and line."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +49,6 @@ class Session(Protocol):
     async def sample(self, new: Prompt | Sequence[Message] = (), *, parent: int | None = None, **sampling: Any) -> Turn:
         """Encode `new` after `parent` (default: the latest turn; the root at first) and sample. Keyword arguments
         override sampling parameters of the run."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +96,5 @@ class Scorer(Protocol):
         self, trajectories: Sequence[Trajectory], want: Sequence[str]
     ) -> Mapping[str, Sequence[Array | Ref]]:
         """Column name -> one array per trajectory."""
-        ...
 
     async def close(self) -> None: ...

@@ -30,7 +30,6 @@ class Extension(Protocol):
 class OnConfig(Protocol):
     def on_config(self, draft: Mapping[str, Any]) -> Mapping[str, Any]:
         """Changes to the untyped run file before it is frozen (place `controller`); their origin is recorded."""
-        ...
 
 
 class EditsRequests(Protocol):
@@ -40,19 +39,16 @@ class EditsRequests(Protocol):
 class CollectsColumns(Protocol):
     def collect(self, raw: Mapping[str, Any], request: Request) -> Mapping[str, Array | Ref]:
         """Columns from an engine's answer, where its client lives (place `sampler` or `controller`)."""
-        ...
 
 
 class TransformsModel(Protocol):
     def model(self, module: Any, role: str, policy: str) -> Any:
         """The module after build and before sharding (place `trainer`)."""
-        ...
 
 
 class WrapsMicroBatch(Protocol):
     def micro(self, view: View, role: str, purpose: Purpose) -> AbstractContextManager[None]:
         """A context around a forward, re-entered with the same view around every activation recomputation."""
-        ...
 
 
 class TransformsExport(Protocol):
@@ -60,4 +56,3 @@ class TransformsExport(Protocol):
         self, stream: Iterator[tuple[TensorSpec, Tensor]], layout: Layout, policy: str
     ) -> Iterator[tuple[TensorSpec, Tensor]]:
         """The weight stream; works on meta tensors too. Raises `CapabilityError` for a layout it does not support."""
-        ...

@@ -41,11 +41,9 @@ class Workers(Protocol):
         The first error cancels the wait for the others and surfaces with its own text; `DeadlineError` past the
         timeout; `StoppedError` where a worker died.
         """
-        ...
 
     def interrupt(self) -> None:
         """Ask the running calls to return early: their `cancelled()` turns true. Callable from any thread."""
-        ...
 
     async def close(self) -> None: ...
 
@@ -67,14 +65,11 @@ class Tracker(Protocol):
 
     def start(self, info: Mapping[str, Any]) -> None:
         """`info`: `name`, `dir`, `steps`, `first_step`, `lineage`, `policies`, and a readable `summary`."""
-        ...
 
     def metrics(self, step: int, side: str, values: Mapping[str, Metric], policy: str) -> None:
         """`side` is `train`, `rollout`, `eval`, `time` or `sync`."""
-        ...
 
     def event(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Progress between steps: `group_finished`, `lease_dropped`, `published`, `checkpoint`, …"""
-        ...
 
     def close(self, status: str) -> None: ...

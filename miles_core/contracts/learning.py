@@ -49,26 +49,21 @@ class View(Protocol):
 
     def __getitem__(self, name: str) -> Tensor:
         """Column `name` [units]; trajectory and episode columns are repeated."""
-        ...
 
     def __contains__(self, name: str) -> bool: ...
 
     def out(self, output: Output) -> Tensor:
         """A model output [units, …]."""
-        ...
 
     def seq_sum(self, x: Tensor) -> Tensor:
         """[units] -> [units]: the sum over each unit's trajectory, at each of its units; differentiable."""
-        ...
 
     def atom_sum(self, x: Tensor, sign: Tensor | None = None) -> Tensor:
         """[units] -> [atoms] of the term's level: the (signed) sum over each atom; differentiable."""
-        ...
 
     @property
     def owns(self) -> Tensor:
         """float [atoms]: 1 on exactly one rank."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +156,6 @@ class Filter(Protocol):
 
     def __call__(self, group: Group) -> str | None:
         """`None` keeps the group; otherwise a short reason, counted and reported."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

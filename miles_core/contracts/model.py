@@ -37,15 +37,12 @@ class ModelAdapter(Protocol):
 
     def build(self, source: ModelSource, seed: int, *, head: str = "lm") -> Any:
         """The module in float32, on CPU; `head` is `lm` or `value`. Same seed, same bits."""
-        ...
 
     def blocks(self, module: Any) -> Sequence[Any]:
         """Its repeated layers: what a backend shards and checkpoints one by one."""
-        ...
 
     def cost(self, lengths: Array) -> Array:
         """float64 [n]: relative cost of training each trajectory; micro-batches are balanced by it."""
-        ...
 
     def outputs(self, module: Any, micro: Batch, want: Sequence[Output]) -> Mapping[str, Any]:
         """One forward over the micro-batch: output name -> tensor [units, …] in the batch's unit order.
@@ -53,15 +50,12 @@ class ModelAdapter(Protocol):
         The adapter picks the layout (padded or packed), applies temperature and kept ids of the trajectory columns, and
         leaves gradients in place where an output asks for them. `logprobs[t]` of a first token is 0.
         """
-        ...
 
     def export(self, module: Any, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[TensorSpec, Tensor]]:
         """Names and tensors of the module to the Hugging Face stream: tied tensors once, vocabulary padding removed."""
-        ...
 
     def save_config(self, module: Any, folder: Path) -> None:
         """Write `config.json` and what else a Hugging Face folder needs beside weights and tokenizer."""
-        ...
 
 
 @runtime_checkable
@@ -70,4 +64,3 @@ class ModelResolver(Protocol):
 
     def resolve(self, source: str, cache: Path, deadline_s: float) -> Path:
         """A Hugging Face folder; converted once, checked on load, safe against a half-written cache."""
-        ...

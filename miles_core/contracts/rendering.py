@@ -22,13 +22,11 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Ids without added special tokens; special tokens spelled in `text` become their ids."""
-        ...
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str: ...
 
     def save(self, folder: Path) -> None:
         """Write `tokenizer.json` and `tokenizer_config.json` so that the folder loads elsewhere."""
-        ...
 
 
 @runtime_checkable
@@ -44,22 +42,17 @@ class Renderer(Protocol):
 
     def prompt(self, prompt: Prompt) -> list[int]:
         """Ids of a task's prompt, up to where the model starts to write."""
-        ...
 
     def extend(self, before: Sequence[int], new: Sequence[Message]) -> list[int]:
         """Ids to append after `before` (which ends in a sampled turn, its stop token possibly missing) so that `new`
         environment messages are shown and the model may write again."""
-        ...
 
     def demonstration(self, prompt: Prompt, answer: Prompt) -> tuple[list[int], list[bool]]:
         """Ids of prompt and reference answer, and which of them are demonstration tokens (assistant turns with their
         end token)."""
-        ...
 
     def text(self, ids: Sequence[int]) -> str:
         """What the model wrote, as readable text without stop and pad tokens."""
-        ...
 
     def parse(self, ids: Sequence[int]) -> Message:
         """The assistant message that these sampled ids mean."""
-        ...

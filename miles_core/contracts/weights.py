@@ -80,15 +80,12 @@ class WeightPort(Protocol):
 
     async def begin(self, version: Version) -> None:
         """Hold sampling between two steps; weights may now be written."""
-        ...
 
     async def end(self, version: Version) -> None:
         """Activate: tokens sampled from now on carry `version`. Caches of older versions are dropped or keyed apart."""
-        ...
 
     async def evidence(self, version: Version, tensors: Sequence[TensorSpec]) -> Mapping[str, tuple[str, ...]]:
         """Digests of the weights *in place*, per piece of each spec: read back from what the engine computes with."""
-        ...
 
 
 @runtime_checkable
@@ -168,11 +165,9 @@ class Sender(Protocol):
 
     def stage(self, version: Version) -> Manifest | None:
         """Export, digest and stage `version`; the manifest on rank 0, `None` elsewhere."""
-        ...
 
     def carry(self, version: Version, cancelled: Callable[[], bool]) -> None:
         """Hand the staged bytes over, concurrently with every link's `carry`; returns early once `cancelled()`."""
-        ...
 
     def close(self) -> None: ...
 
@@ -189,7 +184,6 @@ class Link(Protocol):
 
     async def carry(self, manifest: Manifest) -> Receipt:
         """Take the bytes, activate the version, return the receipt."""
-        ...
 
     async def close(self) -> None: ...
 

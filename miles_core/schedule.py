@@ -203,14 +203,18 @@ class Loop:
                 self._reports.event("episode_failed", policy=side.name, episode=episode.id, why=episode.error)
         versions = versions_of(group)
         kept, why = fit_group(group, side.schedule)
-        for name, check in side.setup.filters.items() if kept is not None else ():
+        for name, check in side.setup.filters.items():
+            if kept is None:
+                break
             with blamed(f"filter {name!r} failed on group {group.id!r}", StoppedError, GO_ON):
-                reason = check(group if kept is None else kept)
+                reason = check(kept)
             if reason is not None:
                 kept, why = None, f"filter {name}: {reason}"
-                break
         if kept is None:
-            self._drop(side, lease, why, versions)
+            side.dropped += 1
+            self.ledger.drop(lease, why, newest=versions[1] if versions else None)
+            self._reports.event("lease_dropped", policy=side.name, slot=lease.slot, task=lease.task.id, why=why)
+            side.check_starved(lease.slot, self.ledger.reasons(side.name, lease.slot))
             self._admit(side)
             return
         self.ledger.finish(lease, kept)
@@ -230,12 +234,6 @@ class Loop:
             reward=sum(rewards) / len(rewards) if rewards else None,
             tokens=sum(sampled(t) for e in kept.episodes for t in e.trajectories),
         )
-
-    def _drop(self, side: Side, lease: Lease, why: str, versions: tuple[int, int] | None) -> None:
-        side.dropped += 1
-        self.ledger.drop(lease, why, newest=versions[1] if versions else None)
-        self._reports.event("lease_dropped", policy=side.name, slot=lease.slot, task=lease.task.id, why=why)
-        side.check_starved(lease.slot, self.ledger.reasons(side.name, lease.slot))
 
     def _evict(self, side: Side) -> None:
         """Take out what no step can consume any more under the lag rule; its slot is free at once."""

@@ -33,22 +33,32 @@ Generate = Callable[[Request], Awaitable[tuple[Completion, Mapping[str, Any]]]]
 STANDARD_COLUMNS = frozenset({"tokens", "logprobs", "keep_ids", "keep_counts"})
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Node:
-    """One turn: the context that was added before it, and what was sampled."""
+    """One turn: all that the model saw before it (the turns above included), and what was sampled."""
 
-    parent: int | None
-    start: int  # tokens before the completion, from the root on
-    added: Array  # int32: context tokens between the parent's end and `start`
+    parent: _Node | None
+    before: Array  # int32
     completion: Completion
     tokens: Array  # int32, sampled
     sampling: Sampling
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any]
     children: int = 0
 
     @property
+    def start(self) -> int:
+        return len(self.before)
+
+    @property
     def end(self) -> int:
-        return self.start + len(self.tokens)
+        return len(self.before) + len(self.tokens)
+
+    def path(self) -> list[_Node]:
+        """From the root to this turn."""
+        path = [self]
+        while (parent := path[-1].parent) is not None:
+            path.append(parent)
+        return path[::-1]
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -146,7 +156,7 @@ class Session:
                 fix="use one distribution along a branch: training applies it per trajectory",
             )
         messages = [Message(role="user", content=new)] if isinstance(new, str) else list(new)
-        before = self._path_tokens(parent)
+        before = np.concatenate([node.before, node.tokens])
         return np.concatenate([before, np.asarray(self.renderer.extend(before.tolist(), messages), np.int32)])
 
     def _commit(
@@ -159,53 +169,30 @@ class Session:
             raise EpisodeFailedError("aborted")
         tokens = np.asarray(completion.columns["tokens"], np.int32)
         _check(completion, len(tokens))
-        start = 0 if parent == -1 else self._nodes[parent].end
-        node = _Node(
-            parent=None if parent == -1 else parent,
-            start=len(before),
-            added=before[start:],
-            completion=completion,
-            tokens=tokens,
-            sampling=shape,
-            extra=extra,
-        )
-        if node.parent is not None:
-            self._nodes[node.parent].children += 1
+        above = None if parent == -1 else self._nodes[parent]
+        if above is not None:
+            above.children += 1
+        node = _Node(above, before, completion, tokens, shape, extra)
         self._nodes.append(node)
         return node
-
-    def _path(self, index: int) -> list[int]:
-        """Node indices from the root to `index`."""
-        path = [index]
-        while (parent := self._nodes[path[-1]].parent) is not None:
-            path.append(parent)
-        return path[::-1]
-
-    def _path_tokens(self, index: int) -> Array:
-        parts = [part for i in self._path(index) for part in (self._nodes[i].added, self._nodes[i].tokens)]
-        return np.concatenate(parts)
 
     # --- trajectories ------------------------------------------------------------------------------------------------
 
     def trajectories(self) -> tuple[Trajectory, ...]:
         """One trajectory per leaf, in the order in which leaves were committed; checked against `columns`."""
-        if len(self._nodes) == 1:
-            return (self._trajectory(0, self._nodes, [True]),)
-        claimed: set[int] = set()
+        claimed: set[_Node] = set()
         found: list[Trajectory] = []
-        for index, node in enumerate(self._nodes):
+        for node in self._nodes:
             if not node.children:
-                path = self._path(index)
-                trainable = [i not in claimed for i in path]
+                path = node.path()
+                found.append(self._trajectory(len(found), path, [turn not in claimed for turn in path]))
                 claimed.update(path)
-                found.append(self._trajectory(len(found), [self._nodes[i] for i in path], trainable))
         return tuple(found)
 
     def _trajectory(self, leaf: int, path: list[_Node], trainable: list[bool]) -> Trajectory:
         last = path[-1]
         n = last.end
         bare = all(len(node.completion.columns) == 2 and not node.extra for node in path)  # tokens and logprobs alone
-        tokens = np.concatenate([part for node in path for part in (node.added, node.tokens)])
         origin = np.zeros(n, np.uint8)
         origin[path[0].start :] = Origin.ENVIRONMENT
         train = np.zeros(n, bool)
@@ -219,7 +206,7 @@ class Session:
             at = node.start
             spans += [Span(start=s.start + at, end=s.end + at, version=s.version) for s in node.completion.spans]
         columns: dict[str, Any] = {
-            "tokens": tokens,
+            "tokens": np.concatenate([last.before, last.tokens]),
             "origin": origin,
             "trainable": train,
             "behaviour_logprobs": logprobs,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -200,11 +201,9 @@ class Score:
 
 def spans_of(numbers: Sequence[Version], start: int = 0) -> tuple[Span, ...]:
     """Run-length encode one version per sampled token, the first token standing at `start`."""
-    spans: list[Span] = []
-    for offset, version in enumerate(numbers):
-        position = start + offset
-        if spans and spans[-1].version == version and spans[-1].end == position:
-            spans[-1] = Span(start=spans[-1].start, end=position + 1, version=version)
-        else:
-            spans.append(Span(start=position, end=position + 1, version=version))
+    spans = []
+    for version, run in groupby(numbers):
+        end = start + len(list(run))
+        spans.append(Span(start=start, end=end, version=version))
+        start = end
     return tuple(spans)

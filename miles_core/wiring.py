@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from miles_core.compatibility import check_lock, check_product
 from miles_core.config.compose import from_tree
 from miles_core.contracts.backend import Backend, RoleSpec
-from miles_core.contracts.learning import BoundTerm, TermInfo, UpdateResult
+from miles_core.contracts.learning import BoundTerm, Output, TermInfo, UpdateResult
 from miles_core.contracts.model import ModelSource
 from miles_core.discovery import Catalogue, scan
 from miles_core.errors import CapabilityError, MilesError, MissingExtraError
@@ -27,7 +27,6 @@ from miles_core.seeds import derive
 if TYPE_CHECKING:
     from miles_core.columns import Batch
     from miles_core.config.schema import Part, Policy, RunFile
-    from miles_core.contracts.learning import Output
     from miles_core.contracts.weights import Manifest, Sender, TensorSpec
     from miles_core.records import Array, Version
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from miles_core.config import layers, schema
@@ -21,7 +21,7 @@ from miles_core.config.layers import (
     use_of,
 )
 from miles_core.config.schema import Algorithm, Part, Policy, RoleConfig, RunFile
-from miles_core.discovery import Catalogue
+from miles_core.discovery import Catalogue, Loaded
 from miles_core.errors import CombinationError, ConfigError, MilesError, PluginContractError
 
 T = TypeVar("T")
@@ -42,6 +42,11 @@ class Frozen(dict):
         return Frozen, (dict(self),)
 
 
+@dataclass
+class Nothing:
+    """What an algorithm without a preset takes beside core's keys."""
+
+
 def _freeze(tree: Any) -> Any:
     return Frozen({k: _freeze(v) for k, v in tree.items()}) if isinstance(tree, dict) else tree
 
@@ -55,40 +60,31 @@ class Binder:
 
     def run_file(self, draft: Tree) -> RunFile:
         check_keys("", draft, (*RUN_KEYS, "policies", *POLICY_KEYS))
-        run = self.core(schema.RunConfig, draft, "run")
-        evaluation = self.core(schema.EvalConfig, draft, "eval")
-        if "policies" in draft:
-            if beside := [key for key in POLICY_KEYS if key in draft]:
-                raise CombinationError(
-                    f"{beside[0]!r} stands beside `policies`; each policy has its own",
-                    fix=f"move it to policies.<name>.{beside[0]}",
-                )
-            policies = {
-                name: self.policy(name, scope, "policies", name) for name, scope in sections(draft, "policies").items()
-            }
-            if not policies:
-                raise ConfigError("`policies` names no policy", fix="add one, or use the singular sections")
-        else:
-            policies = {"main": self.policy("main", draft)}
-        engines = self.one_or_many(draft, ("rollout",), ("engines",))
-        backend = self.needed(draft, "backend")
-        sync = next(iter(self.parts(draft, "sync").values()), None)
-        launcher = self.needed(draft, "launcher")
-        maps = {key: Frozen(self.parts(draft, key)) for key in ("trackers", "scorers", "extensions")}
-        origins = layers.origins_of(draft)
-        leaves = layers.origins_of(layers.wrap(self.tree, "default"))
         return RunFile(
-            run=run,
-            eval=evaluation,
-            policies=Frozen(policies),
-            engines=Frozen(engines),
-            backend=backend,
-            sync=sync,
-            launcher=launcher,
-            **maps,
-            tree=_freeze(self.tree),
-            origins=Frozen({path: origins.get(path, origin) for path, origin in leaves.items()}),
+            run=self.core(schema.RunConfig, draft, "run"),
+            eval=self.core(schema.EvalConfig, draft, "eval"),
+            policies=Frozen(self.policies(draft)),
+            engines=Frozen(self.one_or_many(draft, ("rollout",), ("engines",))),
+            backend=self.needed(draft, "backend"),
+            sync=next(iter(self.parts(draft, "sync").values()), None),
+            launcher=self.needed(draft, "launcher"),
+            **{key: Frozen(self.parts(draft, key)) for key in ("trackers", "scorers", "extensions")},
+            tree=_freeze(self.tree),  # by now all of it is noted
+            origins=Frozen(layers.origins_of(layers.wrap(self.tree, "default", layers.origins_of(draft)))),
         )
+
+    def policies(self, draft: Tree) -> dict[str, Policy]:
+        if "policies" not in draft:
+            return {"main": self.policy("main", draft)}
+        if beside := next((key for key in POLICY_KEYS if key in draft), ""):
+            raise CombinationError(
+                f"{beside!r} stands beside `policies`; each policy has its own",
+                fix=f"move it to policies.<name>.{beside}",
+            )
+        scopes = sections(draft, "policies")
+        if not scopes:
+            raise ConfigError("`policies` names no policy", fix="add one, or use the singular sections")
+        return {name: self.policy(name, scope, "policies", name) for name, scope in scopes.items()}
 
     def policy(self, name: str, scope: Tree, *prefix: str) -> Policy:
         """The sections of `scope`, which stands at `prefix`: that of the whole run file is empty."""
@@ -96,19 +92,18 @@ class Binder:
         if prefix:
             check_keys(".".join(prefix), scope, ("share", *POLICY_KEYS))
             share = self.bound(schema.PolicyKeys, {k: v for k, v in scope.items() if k == "share"}, prefix).share
-        model = self.needed(scope, *prefix, "model")
-        envs = self.one_or_many(scope, (*prefix, "env"), (*prefix, "envs"))
-        if not envs:
-            raise self.absent((*prefix, "env"))
         algorithm = self.algorithm(scope, *prefix, "algorithm")
         if algorithm.keys.episodes == "demonstrations":  # one reference answer a task, unless the file says otherwise
             scope = layers.merge({"schedule": {"group_size": Leaf(1, "default")}}, scope)
         scope = layers.merge({"renderer": {"use": Leaf("text", "default")}}, scope)
+        envs = self.one_or_many(scope, (*prefix, "env"), (*prefix, "envs"))
+        if not envs:
+            raise self.absent((*prefix, "env"))
         return Policy(
             name=name,
             at=".".join(prefix),
             share=share,
-            model=model,
+            model=self.needed(scope, *prefix, "model"),
             envs=Frozen(envs),
             algorithm=algorithm,
             schedule=self.core(schema.ScheduleConfig, scope, *prefix, "schedule"),
@@ -122,9 +117,8 @@ class Binder:
         actor = {"update": Leaf("trained", "default"), **given["actor"]}
         if "optimizer" in actor:
             if isinstance(scope.get("optimizer"), dict):
-                at = ".".join((*prefix, "optimizer"))
-                other = ".".join((*prefix, "roles.actor.optimizer"))
-                raise CombinationError(f"{at} and {other} are one section, given twice", fix="keep one")
+                one, two = (".".join((*prefix, key)) for key in ("optimizer", "roles.actor.optimizer"))
+                raise CombinationError(f"{one} and {two} are one section, given twice", fix="keep one")
             scope = {**scope, "optimizer": actor.pop("optimizer")}
         roles: dict[str, RoleConfig] = {}
         for name, section in {**given, "actor": actor}.items():
@@ -148,15 +142,9 @@ class Binder:
         section, at = scope.get("algorithm"), ".".join(path)
         if not isinstance(section, dict):
             raise self.absent(path)
-        preset, known = use_of(section), sorted(ALGORITHM_KEYS)
-        options = {k: v for k, v in section.items() if k not in ALGORITHM_KEYS}
-        if preset is not None:
-            self.note(path, {"use": preset})
-            self.bound(self.catalogue.load("algorithm", preset).provider.config, options, path, also=known)
-        else:
-            check_keys(at, options, known)
-        own = fields_of(schema.AlgorithmKeys)
-        keys = self.bound(schema.AlgorithmKeys, {k: v for k, v in section.items() if k in own}, path)
+        preset = use_of(section)
+        loaded = None if preset is None else self.catalogue.load("algorithm", preset)
+        keys, _ = self.shared(schema.AlgorithmKeys, loaded, section, path)
         parts: dict[str, Frozen] = {}
         taken: set[str] = set()
         for field in schema.PART_FIELDS:
@@ -204,7 +192,9 @@ class Binder:
     def parts(self, scope: Tree, *path: str) -> dict[str, Part]:
         """The parts by name that stand in `scope` at `path`: the instances of a map, or one at most."""
         section = scope.get(path[-1])
-        found = {path: section} if not is_map(path) else {(*path, name): s for name, s in (section or {}).items()}
+        found = {path: section}
+        if is_map(path) and isinstance(section, dict):
+            found = {(*path, name): instance for name, instance in section.items()}
         parts = [self.part(at, s) for at, s in found.items() if isinstance(s, dict)]
         for at, removed in found.items():
             if isinstance(removed, Leaf):  # noted, or a default would come back when the tree is read as a file
@@ -224,31 +214,30 @@ class Binder:
             loaded = self.catalogue.load(kind, use)
         except MilesError as error:
             raise type(error)(f"{at}: {error.message}", fix=error.fix) from error.__cause__
-        provider = loaded.provider
-        field = path[-2] if instance else path[-1]
-        if kind in ("stage", "term") and provider.field != schema.FIELD_OF_PROVIDER.get(field, field):
+        field, its_own = path[-2] if instance else path[-1], loaded.provider.field
+        if kind in ("stage", "term") and its_own != schema.FIELD_OF_PROVIDER.get(field, field):
             raise CombinationError(
-                f"{at}: the {kind} {use!r} stands in {provider.field!r}, not in {field!r}",
-                fix=f"move it to algorithm.{provider.field}, or choose another {kind}",
+                f"{at}: the {kind} {use!r} stands in {its_own!r}, not in {field!r}",
+                fix=f"move it to algorithm.{its_own}, or choose another {kind}",
             )
-        core_type = None if field == "corrections" else CORE_KEYS.get(kind)
-        owned = {"use", *(fields_of(core_type) if core_type else ())}
-        if both := sorted(owned & fields_of(provider.config).keys()):
+        core, options = self.shared(None if field == "corrections" else CORE_KEYS.get(kind), loaded, section, path)
+        return Part(kind=kind, name=path[-1] if instance else use, use=use, options=options, core=core, at=at)
+
+    def shared(self, core_type: type | None, loaded: Loaded | None, section: Tree, path: At) -> tuple[Any, Any]:
+        """A section of which core types some keys and the plugin the rest: what each makes of its own."""
+        ours = {} if core_type is None else fields_of(core_type)
+        owned = ALGORITHM_KEYS if core_type is schema.AlgorithmKeys else {"use", *ours}
+        config = Nothing if loaded is None else loaded.provider.config
+        if both := sorted(owned & fields_of(config).keys()):
             raise PluginContractError(
-                f"{loaded}: its config repeats {', '.join(both)}, which core owns in {at}", fix="rename the field"
+                f"{loaded}: its config repeats {', '.join(both)}, which core owns in {'.'.join(path)}",
+                fix="rename the field",
             )
-        options = {k: v for k, v in section.items() if k not in owned}
-        core_keys = {k: v for k, v in section.items() if k in owned and k != "use"}
-        self.note(path, {"use": use})
-        core = self.bound(core_type, core_keys, path) if core_type else None
-        return Part(
-            kind=kind,
-            name=path[-1] if instance else use,
-            use=use,
-            options=self.bound(provider.config, options, path, also=sorted(owned)),
-            core=core,
-            at=at,
-        )
+        if loaded is not None:
+            self.note(path, {"use": loaded.provider.name})
+        core = self.bound(core_type, {k: v for k, v in section.items() if k in ours}, path) if core_type else None
+        rest = {k: v for k, v in section.items() if k not in owned}
+        return core, self.bound(config, rest, path, also=sorted(owned))
 
     def core(self, cls: type[T], scope: Tree, *path: str) -> T:
         """A section that core types as a whole; its defaults where it is absent."""

@@ -235,6 +235,13 @@ def test_what_was_removed_stays_removed_when_the_tree_is_read_as_a_file(compose,
     assert list(again.trackers) == ["jsonl"]
 
 
+def test_a_map_that_was_removed_stays_removed_too(compose, tmp_path):
+    run = compose(BASE, "trackers=null")
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text("\n".join(annotated_yaml(run.tree, run.origins)) + "\n")
+    assert run.trackers == {} and load(resolved, catalogue=compose.catalogue).trackers == {}
+
+
 def test_a_resume_takes_command_line_values_and_asks_nobody_again(compose):
     run = compose(BASE, "extensions.faster={}")
     again = from_tree(run.tree, compose.catalogue, run.origins, ["run.steps=99"])

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from miles_core.contracts.engine import Engine
     from miles_core.records import Array
 
-#: How long a member may take beyond a request's own deadline before the pool gives up on it.
-GRACE_S = 5.0
 #: How long a member may take to say how it is.
 HEALTH_DEADLINE_S = 30.0
 #: How often one request is started before the run stops.
@@ -48,14 +46,12 @@ class _Member:
 
 @dataclass(slots=True)
 class _Call:
-    """One `generate` that runs. What cuts it short cancels `task`, and says here why."""
+    """One `generate` that runs."""
 
     task: asyncio.Task[Any]
-    due: float  # when even a hanging engine is given up
     member: str = ""  # where it runs, empty while it waits for a member
     aborted: bool = False
-    lost: bool = False  # its member was quarantined under it
-    expired: bool = False
+    lost: bool = False  # its member was quarantined under it, and `task` cancelled to tell it so
 
 
 class Pool:
@@ -79,7 +75,6 @@ class Pool:
         self._members = {name: _Member(engine) for name, engine in engines.items()}
         self._sticky: OrderedDict[str, str] = OrderedDict()
         self._calls: dict[str, _Call] = {}  # by request id
-        self._alarm: asyncio.TimerHandle | None = None  # for the call that is due first
         self._changed = asyncio.Event()
         self._on_event = on_event or (lambda kind, fields: None)
 
@@ -198,8 +193,9 @@ class Pool:
         """Sample `request` on a member that may serve its policy.
 
         Spans carry published versions (aliases resolved). Returns with finish `abort` only after `abort()`. Raises
-        `DeadlineError` past `request.deadline_s`, `QuorumError` where too few members remain, and what an engine that
-        is otherwise healthy raised.
+        `DeadlineError` where no member serves the policy by `request.deadline_s`, `QuorumError` where too few members
+        remain, and what an engine that is otherwise healthy raised. Engines keep the deadline once they have the
+        request; for one that hangs there is the episode's own (`sampler.py`), which cancels this call.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + request.deadline_s
@@ -207,10 +203,7 @@ class Pool:
         assert task is not None
         parts: list[Completion] = []
         failures: list[str] = []
-        # Engines keep deadlines themselves; the pool's is for one that hangs.
-        call = self._calls[request.id] = _Call(task, deadline + GRACE_S)
-        if self._alarm is None or call.due < self._alarm.when():
-            self._set_alarm(loop, call.due)
+        call = self._calls[request.id] = _Call(task)
         try:
             while True:
                 name = self._pick(request)
@@ -234,34 +227,8 @@ class Pool:
                         f"request {request.id!r} failed {len(failures)} times ({'; '.join(failures)})",
                         fix="see the engines' logs, then resume the run",
                     )
-        except asyncio.CancelledError:
-            if not call.expired:
-                raise
-            task.uncancel()
-            raise self._late(request, failures) from None
         finally:
             del self._calls[request.id]
-            if not self._calls and self._alarm is not None:
-                self._alarm.cancel()
-                self._alarm = None
-
-    def _set_alarm(self, loop: asyncio.AbstractEventLoop, when: float) -> None:
-        """One timer for all requests, at the earliest time that any of them is due."""
-        if self._alarm is not None:
-            self._alarm.cancel()
-        self._alarm = loop.call_at(when, self._expire, loop)
-
-    def _expire(self, loop: asyncio.AbstractEventLoop) -> None:
-        assert self._alarm is not None
-        now = self._alarm.when()
-        self._alarm = None
-        for call in self._calls.values():
-            if call.due <= now and not call.expired:
-                call.expired = True
-                call.task.cancel()
-        later = [call.due for call in self._calls.values() if call.due > now]
-        if later:
-            self._set_alarm(loop, min(later))
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """End these requests (all where `None`): their `generate` returns what was sampled, with finish `abort`."""
@@ -304,7 +271,11 @@ class Pool:
             async with asyncio.timeout_at(deadline):
                 await changed.wait()
         except TimeoutError:
-            raise self._late(request, ["no member serves its policy"]) from None
+            raise DeadlineError(
+                f"request {request.id!r} of policy {request.policy!r} had no answer within {request.deadline_s:g} s "
+                "(no member serves its policy)",
+                fix="raise schedule.episode_deadline_s, or find out why the engines are slow",
+            ) from None
 
     async def _once(self, name: str, call: _Call, request: Request, failures: list[str]) -> Completion | None:
         """One call of one member; `None` where the member was lost and the request may start elsewhere."""
@@ -344,13 +315,6 @@ class Pool:
             return completion
         spans = tuple(replace(span, version=self.gate.named(span.version)) for span in completion.spans)
         return replace(completion, spans=spans)
-
-    def _late(self, request: Request, failures: Sequence[str]) -> DeadlineError:
-        why = f" ({'; '.join(failures)})" if failures else ""
-        return DeadlineError(
-            f"request {request.id!r} of policy {request.policy!r} had no answer within {request.deadline_s:g} s{why}",
-            fix="raise schedule.episode_deadline_s, or find out why the engines are slow",
-        )
 
 
 def _rest(request: Request, parts: Sequence[Completion], left_s: float) -> Request:

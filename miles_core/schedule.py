@@ -95,25 +95,23 @@ class Loop:
         evaluated = self.ledger.notes.get("evaluated") == self._round
         if self._evaluation_due(self._round) and not evaluated and not self.stop.is_set():
             await self._evaluate(self._round)
+        best = False
         while self._round < self.steps and not self.stop.is_set():
             for side in self._sides:
                 for _ in range(side.setup.share):
                     await self._step(side)
             done = self._round + 1
-            stopping = self.stop.is_set()
-            best = False
+            stopping, best = self.stop.is_set(), False
             if self._evaluation_due(done) and (not stopping or done == self.steps):
                 best = await self._evaluate(done)
             self._round = done
             due = self.checkpoint_every is not None and done % self.checkpoint_every == 0
             if (best or due) and not stopping and done < self.steps:
                 await self._save(best)
-            elif best:
-                self.ledger.notes["best_due"] = True
         finished = self._round >= self.steps
         await self._wind_down("finished" if finished else "interrupted")
         if self._saved != self._round:
-            await self._save(bool(self.ledger.notes.pop("best_due", False)))
+            await self._save(best)
         found = self.ledger.notes.get("best")
         return RunResult(
             status="finished" if finished else "interrupted",

@@ -190,7 +190,9 @@ def test_a_broken_connection_counts_as_dead_and_below_quorum_stops():
         pool, engines, _ = make(1)
         admit(pool, "e0")
         engines["e0"].raises = ConnectionResetError("peer")
-        with pytest.raises(QuorumError, match=r"0 of 1 engines remain, sync.min_engines is 1 \(e0: ConnectionResetError: peer"):
+        with pytest.raises(
+            QuorumError, match=r"0 of 1 engines remain, sync.min_engines is 1 \(e0: ConnectionResetError: peer"
+        ):
             await pool.generate(request())
 
     asyncio.run(main())
@@ -223,21 +225,6 @@ def test_an_engine_that_ends_requests_for_nothing_is_given_up():
         with pytest.raises(EngineError, match=r"failed 3 times \(e0: ended the request without a token"):
             await pool.generate(request())
         assert len(engines["e0"].seen) == 3
-
-    asyncio.run(main())
-
-
-def test_a_silent_engine_meets_the_deadline(monkeypatch):
-    monkeypatch.setattr("miles_core.pool.GRACE_S", 0.02)
-
-    async def main():
-        pool, engines, _ = make(1)
-        admit(pool, "e0")
-        engines["e0"].gate.clear()
-        with pytest.raises(DeadlineError, match=r"'r' of policy 'main' had no answer within 0.05 s"):
-            await pool.generate(request(deadline_s=0.05))
-        current = asyncio.current_task()
-        assert current is not None and current.cancelling() == 0
 
     asyncio.run(main())
 

@@ -207,6 +207,21 @@ def test_deadlines_fail_the_episode():
     assert "DeadlineError" in run(make(Env(), late)[0]).episodes[0].error
 
 
+def test_a_silent_engine_meets_the_deadline():
+    async def main():
+        engine = FakeEngine("e0")
+        engine.gate.clear()
+        pool = Pool({"e0": engine})
+        admit(pool, "e0")
+        sampler, _ = make(Env(), pool.generate, deadline_s=0.05)
+        group = await sampler.run(FakeLease(), group_size=2, sampling=SAMPLING, split="train")
+        assert [e.error.rsplit(": ", 1)[1] for e in group.episodes] == ["passed its deadline of 0.05 s"] * 2
+        assert len(engine.seen) == 2 and not pool._calls
+        assert asyncio.current_task().cancelling() == 0
+
+    asyncio.run(main())
+
+
 def test_multi_turn_environments_drive_the_session():
     class Talk(Env):
         async def episode(self, task, session, context):

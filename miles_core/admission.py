@@ -14,7 +14,7 @@ import numpy as np
 
 from miles_core.config.schema import OnFailedEpisode, ScheduleConfig
 from miles_core.errors import LedgerError
-from miles_core.records import Episode, Group, Status, Trajectory
+from miles_core.records import Group, Status, Trajectory
 
 
 def broken(what: str) -> LedgerError:
@@ -117,16 +117,10 @@ def fit_group(group: Group, schedule: ScheduleConfig) -> tuple[Group | None, str
     `shrink` takes failed episodes out and keeps the rest if `min_group_size` of them are left.
     """
     failed = [e for e in group.episodes if e.status == Status.FAILED]
-    if not failed:
-        kept: tuple[Episode, ...] = group.episodes
-    elif schedule.on_failed_episode == OnFailedEpisode.drop_group:
+    if failed and schedule.on_failed_episode == OnFailedEpisode.drop_group:
         return None, f"failed episode: {failed[0].error}"
-    else:
-        kept = tuple(e for e in group.episodes if e.status != Status.FAILED)
+    kept = tuple(e for e in group.episodes if e.status != Status.FAILED)
     if len(kept) < max(1, schedule.min_group_size):
-        why = f": {failed[0].error}" if failed else ""
-        return (
-            None,
-            f"{len(kept)} of {len(group.episodes)} episodes left, min_group_size {schedule.min_group_size}{why}",
-        )
-    return (group if len(kept) == len(group.episodes) else replace(group, episodes=kept)), ""
+        left = f"{len(kept)} of {len(group.episodes)} episodes left, min_group_size {schedule.min_group_size}"
+        return None, left + (f": {failed[0].error}" if failed else "")
+    return (replace(group, episodes=kept) if failed else group), ""

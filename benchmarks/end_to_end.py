@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from shapes import RAGGED, RECIPE_A, WARM_UP_STEPS, Shape, exact, letters, machine, measured, model_folder, tasks
+from shapes import RAGGED, RECIPE_A, WARM_UP_STEPS, Shape, exact, machine, measured, model_folder, tasks
 
 Seconds = list[tuple[float, float]]  # wall and processor seconds of each step
 
@@ -71,7 +71,7 @@ def bare(shape: Shape, model: str, steps: int) -> Seconds:
                     break
         sampled, old, mask = torch.stack(tokens, 1), torch.stack(logprobs, 1), torch.stack(masks, 1).float()
         texts = tokenizer.batch_decode(torch.where(mask > 0, sampled, 0), skip_special_tokens=True)
-        values = [_reward(shape, text, chosen[i // size][1]) for i, text in enumerate(texts)]
+        values = [exact(text, chosen[i // size][1]) for i, text in enumerate(texts)]
         rewards = torch.tensor(values).view(groups, size)
         centred = rewards - rewards.mean(1, keepdim=True)
         advantage = (centred / (rewards.std(1, keepdim=True) + 1e-6)).view(-1, 1)
@@ -98,7 +98,7 @@ def trl(shape: Shape, model: str, steps: int) -> Seconds:
     tokenizer = AutoTokenizer.from_pretrained(model, pad_token="<pad>", eos_token="<eos>")
 
     def reward(completions: list[str], answer: list[str], **_: object) -> list[float]:
-        return [_reward(shape, text, right) for text, right in zip(completions, answer, strict=True)]
+        return [exact(text, right) for text, right in zip(completions, answer, strict=True)]
 
     class Clock(TrainerCallback):
         def __init__(self) -> None:
@@ -140,10 +140,6 @@ def trl(shape: Shape, model: str, steps: int) -> Seconds:
 
 
 SIDES: dict[str, Callable[[Shape, str, int], Seconds]] = {"miles": miles, "bare": bare, "trl": trl}
-
-
-def _reward(shape: Shape, text: str, answer: str) -> float:
-    return exact(text, answer) if shape == RECIPE_A else letters(text)
 
 
 def _child(python: str, side: str, arguments: list[str]) -> tuple[float, float]:

@@ -2,8 +2,8 @@
 
 `recipe A`: 16 x 16 answers of up to 6 tokens, from a model that a run of `recipes/warmup.yaml` left.
 `ragged`: 8 x 8 answers of up to 128 tokens, from a model with random weights, which ends an answer with probability
-1/46 at every token: lengths are geometric, 45 on average with one in seventeen cut off, on every side alike. Its reward
-is the share of letters in the answer, so that every group has a signal.
+1/46 at every token: lengths are geometric, with a mean of 43 and one in seventeen cut off, on every side alike. Such
+answers are almost never right: advantages are mostly 0, which take as long to train on as any others.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import asyncio
 import json
 import os
 import random
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -29,7 +28,7 @@ WARM_UP_STEPS = 3
 RUN_FILE = """
 run: {{name: bench, dir: {run}, seed: 3, steps: {steps}}}
 model: {{use: causal-lm, source: {model}}}
-env: {env}
+env: {{use: arithmetic, task: sort, digits: 5}}
 rollout: {{use: local, slots: {slots}, max_new_tokens: {new}}}
 backend: {{use: fsdp}}
 sync: {{use: bucketed}}
@@ -52,20 +51,11 @@ class Shape:
 
 RECIPE_A = Shape("recipe A", 16, 16, 6)
 RAGGED = Shape("ragged", 8, 8, 128)
-ENVS = {
-    RECIPE_A: "{use: arithmetic, task: sort, digits: 5}",
-    RAGGED: "{use: jsonl, path: tasks.jsonl, reward: 'reward.py:letters', check_rows: 1}",
-}
 
 
 def exact(text: str, answer: str) -> float:
-    """Recipe A's reward: 1 where the answer is right."""
+    """The reward: 1 where the answer is right."""
     return float(text == answer)
-
-
-def letters(text: str) -> float:
-    """The ragged shape's reward: the share of letters."""
-    return sum(c.isalpha() for c in text) / max(1, len(text))
 
 
 def tasks(count: int) -> list[tuple[str, str]]:
@@ -157,14 +147,10 @@ def measured(shape: Shape, model: str, steps: int) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        rows = [{"prompt": prompt, "answer": answer} for prompt, answer in tasks(shape.groups * steps)]
-        (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        shutil.copy(__file__, folder / "reward.py")
         (folder / "run.yaml").write_text(
             RUN_FILE.format(
                 run=folder / "run",
                 model=model,
-                env=ENVS[shape],
                 steps=steps,
                 slots=shape.groups * shape.size,
                 new=shape.new,

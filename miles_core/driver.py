@@ -6,7 +6,7 @@ The order is a promise: everything that bad input can get wrong is found before 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,13 +28,12 @@ from miles_core.export import Exports
 from miles_core.journal import Journal
 from miles_core.ledger import Ledger
 from miles_core.prepare import Prepared, prepare
-from miles_core.progress import told
+from miles_core.progress import Reports
 from miles_core.provider import Place
 from miles_core.run import Checkpoint, RunDir, check_resume, refuse_existing
 
 if TYPE_CHECKING:
     from miles_core.config.schema import RunFile
-    from miles_core.contracts.launcher import Tracker
     from miles_core.discovery import Catalogue
     from miles_core.schedule import RunResult, Stop
 
@@ -75,11 +74,11 @@ async def execute(
     going_on = _resume(run_file, path, catalogue) if resume else None
     if going_on is None:
         refuse_existing(path)
-    trackers, exports, controller = _Relay(), Exports(), None
+    reports, exports, controller = Reports(), Exports(), None
     try:
         prepared = prepare(run_file, catalogue, path, exports)
-        controller = await Controller.open(prepared, trackers.event)
-        trackers.trackers = [prepared.wiring.build(part, Place.CONTROLLER) for part in run_file.trackers.values()]
+        controller = await Controller.open(prepared, lambda kind, fields: reports.event(kind, **fields))
+        reports.trackers = tuple(prepared.wiring.build(t, Place.CONTROLLER) for t in run_file.trackers.values())
         on_begin()
         config = (run_file.tree, run_file.origins, prepared.lock)
         if going_on is None:
@@ -89,7 +88,7 @@ async def execute(
             with blamed(f"{path} cannot be written", RunDirError, "free space there, then try again"):
                 run.write_config(*config)
         exports.keep()
-        result = await _drive(controller, prepared, run, going_on, trackers, stop)
+        result = await _drive(controller, prepared, run, going_on, reports, stop)
     except BaseException:
         exports.undo()
         with suppress(Exception):  # what stopped the run is the better news
@@ -118,7 +117,7 @@ async def _drive(
     prepared: Prepared,
     run: RunDir,
     resume: Resume | None,
-    trackers: _Relay,
+    reports: Reports,
     stop: Stop,
 ) -> RunResult:
     run_file = prepared.wiring.run
@@ -139,16 +138,16 @@ async def _drive(
             "policies": list(run_file.policies),
             "summary": summary(run_file),
         }
-        trackers.start(info)
+        reports.start(info)
         with blamed("an observer of the start of the run failed", StoppedError, OBSERVER):
             hooks.miles_on_run_start(info=info)
-        result = await controller.run(run, ledger, trackers.trackers, stop)
+        result = await controller.run(run, ledger, reports.trackers, stop)
     except BaseException as error:
         status = type(error).__name__
         if isinstance(error, MilesError):
             met_late(error)
             status = error.code
-        for end in (journal.close, lambda: hooks.miles_on_run_end(status=status), lambda: trackers.close(status)):
+        for end in (journal.close, lambda: hooks.miles_on_run_end(status=status), lambda: reports.close(status)):
             with suppress(Exception):  # what stopped the run is the better news
                 end()
         raise
@@ -156,7 +155,7 @@ async def _drive(
         journal.close()
     with blamed("an observer of the end of the run failed", StoppedError, OBSERVER):
         hooks.miles_on_run_end(status=result.status)
-    trackers.close(result.status)
+    reports.close(result.status)
     return result
 
 
@@ -172,29 +171,6 @@ def _ledger(prepared: Prepared, journal: Journal, resume: Resume | None) -> Ledg
     else:
         snapshot = resume.checkpoint.ledger()
     return Ledger.resume(snapshot, journal, schedules, omit=omit, changes=resume.changes)
-
-
-class _Relay:
-    """Events to all trackers, from before they exist to after they are closed."""
-
-    def __init__(self) -> None:
-        self.trackers: Sequence[Tracker] = ()
-
-    def start(self, info: Mapping[str, Any]) -> None:
-        for tracker in self.trackers:
-            with told(tracker):
-                tracker.start(info)
-
-    def event(self, kind: str, fields: Mapping[str, Any]) -> None:
-        for tracker in self.trackers:
-            with told(tracker):
-                tracker.event(kind, fields)
-
-    def close(self, status: str) -> None:
-        trackers, self.trackers = self.trackers, ()
-        for tracker in trackers:
-            with told(tracker):
-                tracker.close(status)
 
 
 def summary(run_file: RunFile) -> str:

@@ -6,7 +6,6 @@ Metrics are (numerator, denominator). Those of a batch depend on its groups alon
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -64,21 +63,17 @@ def sampled(trajectory: Trajectory) -> int:
     return trajectory.length if origin is None else int(np.count_nonzero(np.asarray(origin) == Origin.SAMPLED))
 
 
-def told(tracker: Tracker) -> AbstractContextManager[None]:
-    """Where a tracker is told something: what it raises is a `TrackerError` that names it."""
-    return blamed(f"tracker {type(tracker).__name__} failed", TrackerError, "mend or leave it out, then use --resume")
-
-
 class Reports:
-    """All trackers as one."""
+    """All trackers as one, from before they exist to after they are closed. What one raises is a `TrackerError`."""
 
-    def __init__(self, trackers: Sequence[Tracker]) -> None:
-        self._trackers = tuple(trackers)
+    def __init__(self, trackers: Sequence[Tracker] = ()) -> None:
+        self.trackers = tuple(trackers)
 
-    def event(self, kind: str, **fields: Any) -> None:
-        for tracker in self._trackers:
-            with told(tracker):
-                tracker.event(kind, fields)
+    def start(self, info: Mapping[str, Any]) -> None:
+        self._tell("start", info)
+
+    def event(self, kind: str, /, **fields: Any) -> None:
+        self._tell("event", kind, fields)
 
     def metrics(self, step: int, values: Mapping[str, Metric], policy: str) -> None:
         """`values` by `side/name`; each side goes out once."""
@@ -87,6 +82,14 @@ class Reports:
             side, _, name = key.partition("/")
             sides.setdefault(side, {})[name] = value
         for side, named in sides.items():
-            for tracker in self._trackers:
-                with told(tracker):
-                    tracker.metrics(step, side, named, policy)
+            self._tell("metrics", step, side, named, policy)
+
+    def close(self, status: str) -> None:
+        closing, self.trackers = Reports(self.trackers), ()
+        closing._tell("close", status)
+
+    def _tell(self, method: str, *args: Any) -> None:
+        for tracker in self.trackers:
+            what = f"tracker {type(tracker).__name__} failed"
+            with blamed(what, TrackerError, "mend or leave it out, then use --resume"):
+                getattr(tracker, method)(*args)

@@ -22,11 +22,9 @@ class Tasks(Protocol):
     def task(self, position: int) -> tuple[str, Task, int]:
         """(environment, task, attempt) of a position of the training split: a pure function of the position, so that
         (task id, attempt) is different for every position. Raises `LateDataError`."""
-        ...
 
     def evaluation(self, count: int) -> Sequence[tuple[str, Task]]:
         """The first `count` tasks of the eval split(s); empty where there is none."""
-        ...
 
 
 class Sampler(Protocol):
@@ -35,11 +33,9 @@ class Sampler(Protocol):
     async def run(self, lease: Lease, *, group_size: int, sampling: Sampling | None, split: str) -> Group:
         """All episodes of the lease's task, failed ones included with their reason. `sampling` is `None` where the
         group is made of demonstrations. Raises only what must stop the run."""
-        ...
 
     async def abort(self, lease_ids: Sequence[str]) -> None:
         """End these leases' requests; their `run` may raise or return, its result is not used."""
-        ...
 
 
 class Learner(Protocol):
@@ -48,7 +44,6 @@ class Learner(Protocol):
 
     async def step(self, step: int, groups: Sequence[Group]) -> Mapping[str, Metric]:
         """Consume one batch, groups in slot order. Metrics by `side/name`."""
-        ...
 
 
 class Publisher(Protocol):
@@ -56,7 +51,6 @@ class Publisher(Protocol):
 
     async def publish(self, version: Version, changed: bool = True) -> Mapping[str, Any]:
         """Returns once every remaining engine serves `version`: receipts by engine (empty where there are none)."""
-        ...
 
 
 class Checkpoint(Protocol):
@@ -65,7 +59,6 @@ class Checkpoint(Protocol):
     async def save(self, step: int, ledger: Mapping[str, Any], *, best: bool) -> Path:
         """Save trainer state and `ledger` (JSON), commit last, and move the `best` pointer where `best`. `step` counts
         rounds consumed. No training step runs meanwhile; sampling may. Raises `CheckpointError`."""
-        ...
 
 
 class RolloutSink(Protocol):

@@ -52,8 +52,9 @@ def encode_group(group: Group, *, omit: frozenset[str] = frozenset()) -> tuple[H
     for e in group.episodes:
         reward = None if e.reward is None else _number(e.reward)
         components = {k: _number(v) for k, v in e.components.items()} if e.components else {}
-        told = [dict(e.info), e.status, e.error, e.preference]
-        episodes.append([e.id, e.member, reward, components, *told, len(e.trajectories)])
+        info = dict(e.info)
+        row = [e.id, e.member, reward, components, info, e.status, e.error, e.preference, len(e.trajectories)]
+        episodes.append(row)
         for t in e.trajectories:
             spans = [[s.start, s.end, versions.setdefault(s.version, len(versions))] for s in t.spans]
             rows.append(
@@ -63,17 +64,21 @@ def encode_group(group: Group, *, omit: frozenset[str] = frozenset()) -> tuple[H
             for name, value in t.columns.items():
                 if name in omit:
                     omitted.append([index, name])
+                    continue
+                if isinstance(value, np.ndarray):
+                    array = value
                 elif isinstance(value, Ref):
                     refs.append([index, name, value.key, value.nbytes, value.digest, value.durable])
+                    continue
                 else:  # a scalar comes back as a NumPy scalar
-                    array = value if isinstance(value, np.ndarray) else np.asarray(value)
-                    shape = array.shape
-                    entry = table.get((name, array.dtype, shape[1:]))
-                    if entry is None:
-                        entry = table[(name, array.dtype, shape[1:])] = ([], [], [])
-                    entry[0].append(index)
-                    entry[1].append(shape[0] if shape else _ZERO_D if array is value else _SCALAR)
-                    entry[2].append(array)
+                    array = np.asarray(value)
+                shape = array.shape
+                entry = table.get((name, array.dtype, shape[1:]))
+                if entry is None:
+                    entry = table[(name, array.dtype, shape[1:])] = ([], [], [])
+                entry[0].append(index)
+                entry[1].append(shape[0] if shape else _ZERO_D if array is value else _SCALAR)
+                entry[2].append(array)
     blocks: list[Any] = []
     chunks: list[bytes] = []
     for (name, dtype, inner), (owners, counts, arrays) in table.items():

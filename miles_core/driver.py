@@ -5,9 +5,10 @@ The order is a promise: everything that bad input can get wrong is found before 
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,10 @@ if TYPE_CHECKING:
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 OBSERVER = "mend or uninstall the plugin whose `miles_on_…` hook raised, then go on with --resume"
+
+
+#: New objects, less freed ones, after which the garbage collector looks at them while a run goes on.
+COLLECT_AFTER = 20_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +93,8 @@ async def execute(
             with blamed(f"{path} cannot be written", RunDirError, "free space there, then try again"):
                 run.write_config(*config)
         exports.keep()
-        result = await _drive(controller, prepared, run, going_on, reports, stop)
+        with _rare_collections():
+            result = await _drive(controller, prepared, run, going_on, reports, stop)
     except BaseException:
         exports.undo()
         with suppress(Exception):  # what stopped the run is the better news
@@ -97,6 +103,21 @@ async def execute(
         raise
     await controller.close()
     return result
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """While a run goes on, the garbage collector leaves alone what was loaded before it, and looks less often: going
+    through all of torch and transformers takes as long as a step of a small model."""
+    before = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(COLLECT_AFTER, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
 
 
 def _resume(run_file: RunFile, path: Path, catalogue: Catalogue) -> Resume:

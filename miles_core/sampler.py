@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from miles_core.columns import CORE_COLUMNS, ColumnSpec, validate
+from miles_core.columns import CORE_COLUMNS, ColumnSpec, validate, validate_all
 from miles_core.contracts.engine import Completion, Request
 from miles_core.contracts.environment import EpisodeContext, MultiTurn
 from miles_core.errors import DeadlineError, LateDataError, MilesError, RewardError
@@ -119,6 +119,7 @@ class Sampler:
             episodes = demonstrations(policy, lease.task, lease.attempt, group_size)
         else:
             episodes = await self._sampled(policy, lease, group_size, sampling, split)
+            validate_all([t for episode in episodes for t in episode.trajectories], policy.columns)
         return Group(
             id=group_id(lease.task.id, lease.attempt),
             policy=policy.name,
@@ -208,10 +209,10 @@ class Sampler:
         try:
             if shared.multi_turn:
                 score = await cast("MultiTurn", shared.env).episode(task, session, _context(fields))
-                trajectories = session.trajectories()
+                trajectories = session.trajectories(check=False)
             else:
                 fields["text"], fields["finish"] = await session.answer()
-                trajectories = fields["trajectories"] = session.trajectories()
+                trajectories = fields["trajectories"] = session.trajectories(check=False)
                 score = await shared.env.score(task, _context(fields))
             return _finished(policy, name, member, task, trajectories, score)
         except asyncio.CancelledError:

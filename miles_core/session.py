@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from miles_core.columns import Align, ColumnSpec, Level, validate
+from miles_core.columns import Align, ColumnSpec, Level, validate_all
 from miles_core.contracts.engine import Completion, Request
 from miles_core.contracts.environment import Turn
 from miles_core.errors import DeadlineError, EngineError, RecordError
@@ -178,8 +178,15 @@ class Session:
 
     # --- trajectories ------------------------------------------------------------------------------------------------
 
-    def trajectories(self) -> tuple[Trajectory, ...]:
-        """One trajectory per leaf, in the order in which leaves were committed; checked against `columns`."""
+    def trajectories(self, *, check: bool = True) -> tuple[Trajectory, ...]:
+        """One trajectory per leaf, in the order in which leaves were committed. `check`: each against `columns`, where
+        they were given; a caller that says no checks them itself, those of many sessions at once."""
+        found = self._leaves() if len(self._nodes) != 1 else (self._trajectory(0, self._nodes, [True]),)
+        if check and self.columns is not None:
+            validate_all(found, self.columns)
+        return found
+
+    def _leaves(self) -> tuple[Trajectory, ...]:
         claimed: set[_Node] = set()
         found: list[Trajectory] = []
         for node in self._nodes:
@@ -192,7 +199,9 @@ class Session:
     def _trajectory(self, leaf: int, path: list[_Node], trainable: list[bool]) -> Trajectory:
         last = path[-1]
         n = last.end
-        bare = all(len(node.completion.columns) == 2 and not node.extra for node in path)  # tokens and logprobs alone
+        bare = True  # tokens and logprobs alone
+        for node in path:
+            bare = bare and len(node.completion.columns) == 2 and not node.extra
         origin = np.zeros(n, np.uint8)
         origin[path[0].start :] = Origin.ENVIRONMENT
         train = np.zeros(n, bool)
@@ -219,7 +228,7 @@ class Session:
             columns["keep_ids"] = np.concatenate([np.asarray(node.completion.columns["keep_ids"]) for node in path])
         for name in () if bare else {name for node in path for name in node.extra}:
             columns[name] = self._extra(name, path, n)
-        trajectory = Trajectory(
+        return Trajectory(
             id=trajectory_id(self.id, leaf),
             length=n,
             columns=columns,
@@ -228,9 +237,6 @@ class Session:
             sampling=last.sampling,
             engine=last.completion.engine,
         )
-        if self.columns is not None:
-            validate(trajectory, self.columns)
-        return trajectory
 
     def _extra(self, name: str, path: list[_Node], n: int) -> Any:
         """A collected column along the whole path.

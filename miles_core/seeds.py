@@ -25,12 +25,12 @@ def derive(run_seed: int, policy: str, stream: str, *path: int | str) -> int:
 
 
 def family(run_seed: int, policy: str, stream: str, *path: int | str) -> Callable[..., int]:
-    """`family(a, b, …)(y, z)` is `derive(a, b, …, y, z)`, for many seeds that begin alike."""
+    """`family(a, b, …)(y, z)` is `derive(a, b, …, y, z)` for whole numbers y, z, …, for many seeds that begin alike."""
     begun = hashlib.sha256((_canonical([run_seed, policy, stream, *path])[:-1] + ",").encode())
 
-    def seed(*rest: int | str) -> int:
+    def seed(*rest: int) -> int:
         whole = begun.copy()
-        whole.update(_canonical(rest)[1:].encode())
+        whole.update((",".join(map(str, rest)) + "]").encode())  # what JSON makes of whole numbers
         return int.from_bytes(whole.digest()[:8], "big")
 
     return seed

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from miles_core.seeds import derive, generator
+from miles_core.seeds import derive, family, generator
 
 VECTORS = {
     (7, "main", "sample"): 15013350335687259949,
@@ -30,3 +30,11 @@ def test_streams_differ_in_every_part_and_by_type():
 def test_a_generator_repeats():
     first, second = generator(1, "main", "x").random(5), generator(1, "main", "x").random(5)
     assert (first == second).all() and (first != generator(1, "main", "y").random(5)).any()
+
+
+def test_a_family_shares_the_beginning_of_its_path():
+    seed = family(7, "main", "sample", "größer:0", 0)
+    assert [seed(m, t) for m in (0, 15) for t in (0, 2**40)] == [
+        derive(7, "main", "sample", "größer:0", 0, m, t) for m in (0, 15) for t in (0, 2**40)
+    ]
+    assert seed(3) == derive(7, "main", "sample", "größer:0", 0, 3)

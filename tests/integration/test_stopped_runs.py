@@ -233,14 +233,15 @@ class FullDisk:
         monkeypatch.setattr(owner, name, limited)
 
 
-def test_no_space_at_any_write_leaves_the_last_checkpoint_and_a_resume_that_works(miles, monkeypatch):
+@pytest.mark.parametrize("stride", [9, pytest.param(1, marks=pytest.mark.slow)])
+def test_no_space_at_any_write_leaves_the_last_checkpoint_and_a_resume_that_works(miles, monkeypatch, stride):
     with monkeypatch.context() as patched:
         disk = FullDisk(patched, full=10**9)
         assert miles("run", "toy.yaml", *SMALL).code == 0
     expected, writes = whole(3), disk.count
     assert len(expected) == 3 and writes > 60
     seen = set()
-    for full in range(writes):
+    for full in range(0, writes, stride):
         os.rename("runs", f"before{full}")
         with monkeypatch.context() as patched:
             FullDisk(patched, full)
@@ -260,7 +261,7 @@ def test_no_space_at_any_write_leaves_the_last_checkpoint_and_a_resume_that_work
             continue
         assert said.code == 0, (full, said.err)
         assert whole(3) == expected, full
-    assert seen >= {"MILES-E302", "MILES-E306", "MILES-E850"}
+    assert stride > 1 or seen == {"MILES-E302", "MILES-E306", "MILES-E850"}
 
 
 def test_no_space_while_resuming(miles, resumes, monkeypatch):

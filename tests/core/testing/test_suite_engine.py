@@ -164,11 +164,12 @@ async def aborts_by_length(self, request):
     return replace(done, finish=Finish.LENGTH) if done.finish == Finish.ABORT else done
 
 
-async def aborts_forget(self, request):
+async def aborts_garble(self, request):
+    """Wrong in every token: an abort may come after the first one, and without it nothing would be left to see."""
     done = await ToyEngine.generate(self, request)
-    if done.finish != Finish.ABORT or not len(done.columns["tokens"]):
+    if done.finish != Finish.ABORT:
         return done
-    return replace(done, columns={k: v[1:] for k, v in done.columns.items()}, spans=())
+    return replace(done, columns={**done.columns, "tokens": done.columns["tokens"] + 1})
 
 
 def crowded(change):
@@ -475,7 +476,7 @@ MUTANTS = {
     "nothing is listed where nothing was cut": answers(lambda e, r, d: with_all_kept(r, d)),
     "health counts running requests": engine(health=counts_nothing),
     "an aborted request finishes with abort": engine(generate=aborts_by_length),
-    "an abort returns what was sampled": engine(generate=aborts_forget),
+    "an abort returns what was sampled": engine(generate=aborts_garble),
     "an abort leaves others alone": engine(abort=aborts_all),
     "a resumed request goes on with the same draws": ContinuesElsewhere,
     "resumed tokens count against max_new_tokens": ForgetsResumed,

@@ -43,6 +43,7 @@ def _rebuild(cls: type[MilesError], message: str, fix: str) -> MilesError:
 class InputError(MilesError):
     """Bad input, found before the first lease; nothing was created."""
 
+    code = "MILES-E090"
     exit_code = EXIT_BAD_INPUT
 
 

@@ -494,7 +494,7 @@ def test_exports_that_cannot_be(made, miles):
     refused(miles("export", str(made), "runs"), "MILES-E900", "runs exists")
     Path("file").write_text("")
     refused(miles("export", str(made), "file/out"), "MILES-E904", "file/out cannot be written")
-    refused(miles("export", str(made), "out", "--policy", "x"), "MILES-E000", "no policy 'x'")
+    refused(miles("export", str(made), "out", "--policy", "x"), "MILES-E090", "no policy 'x'")
     assert not Path("out").exists()
 
 

@@ -58,13 +58,17 @@ def main() -> None:
     print(f"""
 The run lies in {run} (resolved.yaml: every setting with its origin; metrics.jsonl; checkpoints/; rollouts/).
 
-What to type next:
-  miles show {run} --step 50                       the rollouts of another step
-  miles config show recipes/quickstart.yaml        what the run file means, and where each value comes from
-  miles plan recipes/quickstart.yaml               what would run, and which promises hold
+What to type next (`miles` is {MILES}; `. .venv/bin/activate` puts it on the path):
+  miles show {run} --step 50
+      the rollouts of another step
+  miles config show recipes/quickstart.yaml
+      what the run file means, and where each value comes from
+  miles plan recipes/quickstart.yaml
+      what would run, and which promises hold
   miles run recipes/quickstart.yaml run.name=mine optimizer.lr=2e-4 model.source={warmup}
-  miles export {run} exported/                     a Hugging Face folder of the best checkpoint
-  miles plugins                                    what is installed
+      a run of your own
+  miles export {run} exported/
+      a Hugging Face folder of the best checkpoint
 Your own data and reward: docs/tutorials/own-data.md""")
 
 

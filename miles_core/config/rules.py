@@ -33,8 +33,8 @@ def violations(run_file: RunFile, catalogue: Catalogue) -> Iterator[MilesError]:
     for message, fix in _ranges(run_file):
         yield ConfigRangeError(message, fix=fix)
     policies = run_file.policies.values()
-    rules = [rule(policy) for policy in policies for rule in (_model, _schedule, _algorithm, _roles)]
-    rules += [_siblings(policy, catalogue) for policy in policies]
+    rules = [rule(policy) for policy in policies for rule in (_model, _algorithm, _roles)]
+    rules += [rule(policy, catalogue) for policy in policies for rule in (_schedule, _siblings)]
     for message, fix in chain(*rules, _engines(run_file, catalogue)):
         yield CombinationError(message, fix=fix)
 
@@ -51,6 +51,11 @@ def _ranges(run_file: RunFile) -> Wrong:
         yield (
             f"run.name is {run_file.run.name!r}; it names a folder below runs/",
             "write a plain name; a run elsewhere is run.dir=…",
+        )
+    if run_file.eval.engines != "pool":
+        yield (
+            f"eval.engines is {run_file.eval.engines.value!r}, which is not built yet: engines of the pool evaluate",
+            "write pool",
         )
     for part in run_file.engines.values():
         if part.core.temperature <= 0:
@@ -85,7 +90,7 @@ def _model(policy: Policy) -> Wrong:
         )
 
 
-def _schedule(policy: Policy) -> Wrong:
+def _schedule(policy: Policy, catalogue: Catalogue) -> Wrong:
     at, s = join(policy.at, "schedule"), policy.schedule
     yield from _at_most(f"{at}.updates_per_step", s.updates_per_step, s.groups_per_step, "a group is never split")
     yield from _at_most(f"{at}.min_group_size", s.min_group_size, s.group_size, f"a group has {s.group_size} episodes")
@@ -97,10 +102,21 @@ def _schedule(policy: Policy) -> Wrong:
         if s.max_staleness != 0:
             yield f"{lag}, but demonstrations are not sampled and cannot be stale", "write 0"
     elif s.max_staleness > 0 and s.off_policy is OffPolicy.corrected and not policy.algorithm.many("corrections"):
+        known = ", ".join(
+            n for kind in ("stage", "term") for n in catalogue.names(kind) if _corrects(kind, n, catalogue)
+        )
         yield (
             f"{lag} (asynchronous), and algorithm.corrections names no off-policy correction",
-            f"add a correction, or say {at}.off_policy=uncorrected, or {at}.max_staleness=0",
+            f"write {at}.off_policy=uncorrected, or {at}.max_staleness=0"
+            + (f", or add a correction to {join(policy.at, 'algorithm.corrections')}: {known}" if known else ""),
         )
+
+
+def _corrects(kind: str, name: str, catalogue: Catalogue) -> bool:
+    try:
+        return catalogue.load(kind, name).provider.field == "correction"
+    except MilesError:  # one that cannot be loaded is no help
+        return False
 
 
 def _siblings(policy: Policy, catalogue: Catalogue) -> Wrong:

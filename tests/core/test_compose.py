@@ -400,6 +400,7 @@ WRONG = [
     ),
     (CombinationError, "roles.old.optimizer.lr=1", r"roles.old.optimizer is given, but its update is 'frozen'\n.*"),
     (ConfigRangeError, "rollout.temperature=0", r"rollout.temperature is 0; sampling to train on needs .*\n.*greedy.*"),
+    (ConfigRangeError, "eval.engines=pinned", r"eval.engines is .pinned., which is not built yet.*\n.*pool"),
     (ConfigRangeError, "rollout.top_p=0", r"rollout.top_p is 0; it must be above 0\n.*"),
     (ConfigError, "run.seed", r"'run.seed' on the command line sets nothing\nFix: write key=value.*"),
     (ConfigError, "run.seed={", r"command line, run.seed, line 1 is no YAML: .*\n.*"),

@@ -5,7 +5,9 @@ One line an episode, written once the step has trained. They are for people (`mi
 
 from __future__ import annotations
 
+import itertools
 import json
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,7 @@ from miles_core.records import Episode, Group, Message, Origin, Trajectory
 
 GROUPS_A_STEP = 4
 EPISODES_A_GROUP = 4
+_ENCODE = json.JSONEncoder(ensure_ascii=False).encode  # `dumps` builds one every time
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Rollouts:
         shown = [(group, episode) for group in groups[:GROUPS_A_STEP] for episode in group.episodes[:EPISODES_A_GROUP]]
         fix = "see the cause with --traceback, mend it, then go on with --resume"
         with blamed(f"samples of step {step} could not be written to {self.folder}", TrackerError, fix):
-            lines = [json.dumps(_line(*pair, self.text[policy]), ensure_ascii=False) + "\n" for pair in shown]
+            lines = [_ENCODE(_line(*pair, self.text[policy])) + "\n" for pair in shown]
             _file(self.folder, side, step).write_text("".join(lines), encoding="utf-8")
 
 
@@ -68,9 +71,9 @@ def _turns(trajectory: Trajectory, text: Callable[[Any], str]) -> list[str]:
     """What the model (or the demonstration) wrote, one string a contiguous turn."""
     origin = np.asarray(trajectory.columns["origin"])
     written = (origin == Origin.SAMPLED) | (origin == Origin.DEMONSTRATION)
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], written.astype(np.int8), [0]])))
-    tokens = np.asarray(trajectory.columns["tokens"])
-    return [text(tokens[start:end].tolist()) for start, end in zip(edges[::2], edges[1::2], strict=True)]
+    tokens = np.asarray(trajectory.columns["tokens"]).tolist()
+    turns = itertools.groupby(zip(written.tolist(), tokens, strict=True), key=operator.itemgetter(0))
+    return [text([token for _, token in turn]) for own, turn in turns if own]
 
 
 def read_samples(folder: Path, side: str, step: int) -> Iterator[dict[str, Any]]:

@@ -136,7 +136,20 @@ def test_a_failed_episode_that_shrinks_its_group_is_in_the_metrics(miles, monkey
 
 def test_nothing_but_failures_stops_with_their_reason(miles):
     said = miles("run", "toy.yaml", *SMALL, "env.fault=nan", "env.fault_every=1", "schedule.max_leases_per_slot=3")
-    stopped(said, "MILES-E304", "used 3 leases", "reward is nan")
+    stopped(said, "MILES-E304", "used 3 leases", ": 3 x failed episode: reward is nan (e.g. failed episode: task ")
+    assert "Fix: mend the reward or environment" in said.err and said.err.count("reward is nan") == 2
+
+
+def test_a_reward_that_leaves_is_a_failed_episode(miles, monkeypatch):
+    async def score(self, task, context):
+        sys.exit(3)
+
+    monkeypatch.setattr(EchoEnvironment, "score", score)
+    said = miles("run", "toy.yaml", *SMALL, "eval={every: 1, tasks: 4}", "trackers={console: {}, jsonl: {}}")
+    stopped(said, "MILES-E304", "SystemExit: 3")
+    assert "never retrieved" not in said.err
+    assert "evaluation after 0 steps (greedy): reward 0.000" in said.out
+    assert "4 of 4 episodes FAILED: task " in said.out
 
 
 def test_a_reward_that_is_no_number_stops(miles, resumes, monkeypatch):
@@ -486,12 +499,12 @@ def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(miles, resumes, mo
 
 
 def test_ctrl_c_before_the_run_begins_creates_nothing(miles, monkeypatch):
-    before = sorted(Path().rglob("*"))
+    before, found = sorted(Path().rglob("*")), signal.getsignal(signal.SIGINT)  # a shell's background job ignores it
     pressing(monkeypatch, EchoTasks, "task", 1, is_async=False)
     said = miles("run", "toy.yaml", *SMALL)
     assert said.code == 130 and "interrupted before the run began" in said.err
     assert sorted(Path().rglob("*")) == before
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is found
 
 
 TWICE = """

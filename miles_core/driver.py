@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,33 +76,35 @@ async def execute(
     """
     os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(run_file.run.threads)))
     path = run_path(run_file)
-    going_on = _resume(run_file, path, catalogue) if resume else None
-    if going_on is None:
-        refuse_existing(path)
-    reports, exports, controller = Reports(), Exports(), None
-    try:
-        prepared = prepare(run_file, catalogue, path, exports)
-        controller = await Controller.open(prepared, lambda kind, fields: reports.event(kind, **fields))
-        reports.trackers = tuple(prepared.wiring.build(t, Place.CONTROLLER) for t in run_file.trackers.values())
-        on_begin()
-        config = (run_file.tree, run_file.origins, prepared.lock)
+    with ExitStack() as holding:  # the run directory is this process's until the end
+        going_on = _resume(run_file, path, catalogue, holding) if resume else None
         if going_on is None:
-            run = RunDir.create(path, *config)
-        else:
-            run = going_on.run
-            with blamed(f"{path} cannot be written", RunDirError, "free space there, then try again"):
-                run.write_config(*config)
-        exports.keep()
-        with _rare_collections():
-            result = await _drive(controller, prepared, run, going_on, reports, stop)
-    except BaseException:
-        exports.undo()
-        with suppress(Exception):  # what stopped the run is the better news
-            if controller is not None:
-                await controller.close()
-        raise
-    await controller.close()
-    return result
+            refuse_existing(path)
+        reports, exports, controller = Reports(), Exports(), None
+        try:
+            prepared = prepare(run_file, catalogue, path, exports, going_on.run.lock() if going_on else None)
+            controller = await Controller.open(prepared, lambda kind, fields: reports.event(kind, **fields))
+            reports.trackers = tuple(prepared.wiring.build(t, Place.CONTROLLER) for t in run_file.trackers.values())
+            on_begin()
+            config = (run_file.tree, run_file.origins, prepared.lock)
+            if going_on is None:
+                run = RunDir.create(path, *config)
+                holding.enter_context(run.hold())
+            else:
+                run = going_on.run
+                with blamed(f"{path} cannot be written", RunDirError, "free space there, then try again"):
+                    run.write_config(*config)
+            exports.keep()
+            with _rare_collections():
+                result = await _drive(controller, prepared, run, going_on, reports, stop)
+        except BaseException:
+            exports.undo()
+            with suppress(Exception):  # what stopped the run is the better news
+                if controller is not None:
+                    await controller.close()
+            raise
+        await controller.close()
+        return result
 
 
 @contextmanager
@@ -120,26 +122,22 @@ def _rare_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _resume(run_file: RunFile, path: Path, catalogue: Catalogue) -> Resume:
+def _resume(run_file: RunFile, path: Path, catalogue: Catalogue, holding: ExitStack) -> Resume:
     run = RunDir.open(path)
+    holding.enter_context(run.hold())
     changes = check_resume(run.tree(), run_file.tree, path)
     check_lock(run.lock(), catalogue)
     checkpoint = run.latest()
     if checkpoint is not None and checkpoint.step >= run_file.run.steps:
         raise ResumeError(
             f"{path} has all of its {run_file.run.steps} steps already",
-            fix=f"give it more, e.g. run.steps={2 * run_file.run.steps}, or look at it: miles show {path}",
+            fix=f"give it more, e.g. run.steps={2 * run_file.run.steps}, or look at it with `miles show`",
         )
     return Resume(run=run, checkpoint=checkpoint, changes={k: list(v) for k, v in changes.items()})
 
 
 async def _drive(
-    controller: Controller,
-    prepared: Prepared,
-    run: RunDir,
-    resume: Resume | None,
-    reports: Reports,
-    stop: Stop,
+    controller: Controller, prepared: Prepared, run: RunDir, resume: Resume | None, reports: Reports, stop: Stop
 ) -> RunResult:
     run_file = prepared.wiring.run
     hooks = prepared.wiring.catalogue.pm.hook

@@ -310,9 +310,15 @@ class RunDirError(InputError):
 
 
 class ExportError(InputError):
-    """An exported folder cannot be written."""
+    """An exported folder, or a picture of curves, cannot be written."""
 
     code = "MILES-E904"
+
+
+class RunBusyError(InputError):
+    """Another process is running in the run directory."""
+
+    code = "MILES-E905"
 
 
 class RunNotFoundError(InputError):

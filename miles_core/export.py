@@ -62,7 +62,7 @@ def export(run: RunDir, step: int | None, folder: Path, policy: str = "") -> int
 
     Raises `RunExistsError` where `folder` exists, `RunNotFoundError` where the checkpoint does not.
     """
-    if folder.exists():
+    if os.path.exists(folder):
         raise RunExistsError(f"{folder} exists", fix="name a folder that does not exist")
     checkpoint = run.checkpoint(step)
     catalogue = scan()
@@ -72,7 +72,7 @@ def export(run: RunDir, step: int | None, folder: Path, policy: str = "") -> int
         raise InputError(
             f"the run has no policy {policy!r}; it has {list(run_file.policies)}", fix="name one of these by --policy"
         )
-    wiring = Wiring(run_file, catalogue, run.path, model_sources(run_file, catalogue, export_cached))
+    wiring = Wiring(run_file, catalogue, run.path, model_sources(run_file, catalogue, export_cached, run.lock()))
     renderer = build_renderer(wiring, chosen, Place.CONTROLLER)
     draft = folder.with_name(f".{folder.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)

@@ -6,7 +6,7 @@ Capabilities, the plugin lock, model sources, renderers, environments and the fi
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 from miles_core.columns import CORE_COLUMNS, ColumnSpec
 from miles_core.compatibility import match_capabilities, plugin_lock
 from miles_core.config.schema import Part
-from miles_core.config.source import resolve_source
+from miles_core.config.source import RunLoader, resolve_source
 from miles_core.errors import DataError, LateDataError, ModelSourceError, PluginContractError, blamed
 from miles_core.provider import Place
 from miles_core.records import Sampling
 from miles_core.sampler import SamplingPolicy
-from miles_core.wiring import Wiring
+from miles_core.wiring import Wiring, sources_of
 
 if TYPE_CHECKING:
     from miles_core.config.schema import Policy, RunFile
@@ -68,11 +68,12 @@ class Prepared:
     filters: Mapping[str, Mapping[str, Any]]  # by policy and name
 
 
-def prepare(run_file: RunFile, catalogue: Catalogue, run_dir: Path, export: Callable[..., Path]) -> Prepared:
+def prepare(run_file: RunFile, catalogue: Catalogue, run_dir: Path, export: RunLoader, begun: Any = None) -> Prepared:
     """Check everything that needs neither engine nor trainer. Raises `InputError`s; creates nothing but exports of
-    other runs (`export(run_dir, step) -> folder` makes a Hugging Face folder of a run's checkpoint)."""
+    other runs (`export(run_dir, step) -> folder` makes a Hugging Face folder of a run's checkpoint). `begun`: the lock
+    that a resumed run began with."""
     match_capabilities(run_file, catalogue)
-    wiring = Wiring(run_file, catalogue, run_dir, model_sources(run_file, catalogue, export))
+    wiring = Wiring(run_file, catalogue, run_dir, model_sources(run_file, catalogue, export, begun))
     parts = Parts.build(wiring, Place.CONTROLLER)
     for name, policy in parts.sampling.items():
         model = wiring.sources[name]["actor"]
@@ -83,6 +84,7 @@ def prepare(run_file: RunFile, catalogue: Catalogue, run_dir: Path, export: Call
         for name, policy in run_file.policies.items()
     }
     lock = plugin_lock([*run_file.parts(), *_unbuilt(run_file, catalogue)], catalogue)
+    lock = {**lock, "sources": wiring.payload({})["sources"]}
     return Prepared(wiring=wiring, lock=lock, parts=parts, filters=filters)
 
 
@@ -124,8 +126,17 @@ def _unbuilt(run_file: RunFile, catalogue: Catalogue) -> list[Part]:
     return [Part(kind=kind, name=use, use=use, options=None) for kind, use in found]
 
 
-def model_sources(run_file: RunFile, catalogue: Catalogue, export: Callable[[Path, int | None], Path]) -> Sources:
-    """Each policy's source, and a role's own where it names one. `export(run_dir, step)` makes a folder of a run."""
+def model_sources(run_file: RunFile, catalogue: Catalogue, export: RunLoader, begun: Any = None) -> Sources:
+    """Each policy's source, and a role's own where it names one. `export(run_dir, step)` makes a folder of a run.
+
+    What the run found when it began (in its lock, `begun`) is taken while its folders are there, so that neither
+    another working directory nor a better checkpoint of another run changes what this one started from.
+    """
+    known = sources_of((begun or {}).get("sources", {}))
+    if known and all(
+        p.is_dir() for r in known.values() for s in r.values() for p in (s.folder, s.tokenizer_folder) if p
+    ):
+        return known
     run = run_file.run
     base = Path(run.folder) if run.folder else None
 

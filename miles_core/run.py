@@ -1,13 +1,15 @@
 """The run directory: what is in it, how a checkpoint becomes valid, and what may differ on a resume.
 
-`runs/<name>/`: `resolved.yaml` (itself a run file; each value's origin stands behind it as a comment), `plugins.lock`,
-`events.jsonl`, `metrics.jsonl`, `journal/`, `rollouts/`, `checkpoints/`, `weights/`, `exports/`. A checkpoint is
+`runs/<name>/`: `resolved.yaml` (itself a run file; each value's origin stands behind it as a comment), `plugins.lock`
+(also where each model was found), `lock` (who runs here; held while it does), `events.jsonl`, `metrics.jsonl`,
+`journal/`, `rollouts/`, `checkpoints/`, `weights/`, `exports/`. A checkpoint is
 `checkpoints/step_NNNNNN/{trainer/, ledger.json, COMMIT}`; it counts only once COMMIT is there, which is written last,
 after everything else was flushed to disk. `checkpoints/best` names the best one.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -16,13 +18,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from miles_core.config.reading import read_yaml, written
 from miles_core.errors import (
     CheckpointError,
     MilesError,
     ResumeError,
+    RunBusyError,
     RunDirError,
     RunExistsError,
     RunNotFoundError,
@@ -90,15 +93,27 @@ class RunDir:
     @staticmethod
     def open(path: Path) -> RunDir:
         """An existing run; `RunNotFoundError` where there is none."""
-        if not (path / "resolved.yaml").is_file():
+        if not os.path.isfile(path / "resolved.yaml"):  # also where looking is forbidden
             raise RunNotFoundError(
                 f"{path} is no run directory: it has no resolved.yaml", fix="name a folder that `miles run` made"
             )
         return RunDir(path)
 
+    def hold(self) -> TextIO:
+        """Keep other processes out until the returned file is closed, or this process dies. Raises `RunBusyError`."""
+        with blamed(f"{self.path} cannot be locked", RunDirError, "run where files can be written and locked"):
+            file = open(self.path / "lock", "a+")  # a line a process, the one that holds it last
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                who = f"process {(self.path / 'lock').read_text().split()[-1]} is running in {self.path}"
+                raise RunBusyError(who, fix="let it end, or stop it, before --resume") from error
+            print(os.getpid(), file=file, flush=True)
+            return file
+
     def write_config(self, tree: Mapping[str, Any], origins: Mapping[str, str], lock: Mapping[str, Any]) -> None:
         write_durably(self.path / "resolved.yaml", "\n".join(annotated_yaml(tree, origins)) + "\n")
-        write_durably(self.path / "plugins.lock", json.dumps(lock, indent=1, sort_keys=True) + "\n")
+        write_durably(self.path / "plugins.lock", json.dumps(lock, indent=1, sort_keys=True, default=dict) + "\n")
 
     def tree(self) -> dict[str, Any]:
         """`resolved.yaml` as a plain tree."""
@@ -192,12 +207,12 @@ def _cannot_make(path: Path, why: str) -> RunDirError:
 
 def refuse_existing(path: Path) -> None:
     """Raise `RunExistsError` where `path` exists and holds anything, `RunDirError` where it can never be made."""
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    if os.path.exists(path) and (not path.is_dir() or any(path.iterdir())):
         raise RunExistsError(
             f"the run directory {path} exists",
             fix="go on with it by --resume, or start another with run.name=… (or run.dir=…)",
         )
-    above = next((p for p in path.absolute().parents if p.exists()), Path("/"))
+    above = next((p for p in path.absolute().parents if os.path.exists(p)), Path("/"))
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
         raise _cannot_make(path, f"{above} is {'not writable' if above.is_dir() else 'no directory'}")
 
@@ -261,6 +276,8 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) -> 
         rows = "; ".join(f"{k}: was {json.dumps(was)}, now {json.dumps(now)}" for k, (was, now) in refused.items())
         raise ResumeError(
             f"{path} was started with another configuration: {rows}",
-            fix="resume with the old values (`miles run RUN --resume` takes them from the run), or start a new run",
+            fix="take the old values (`miles run RUN --resume` does), or start a new run. What may change: launcher, "
+            "trackers, eval, run.steps (upwards) and .checkpoint_every/threads/name/dir, schedule.samplers, count and "
+            "gpus of engines, ranks and gpus_per_rank of the backend",
         )
     return differences

@@ -50,7 +50,7 @@ class Wiring:
         """Plain data from which `wire` makes the same in another process."""
         sources = {
             policy: {
-                role: {key: str(value) if isinstance(value, Path) else value for key, value in vars(source).items()}
+                role: {k: str(v.absolute()) if isinstance(v, Path) else v for k, v in vars(source).items()}
                 for role, source in roles.items()
             }
             for policy, roles in self.sources.items()
@@ -115,22 +115,20 @@ class Wiring:
         return tuple(bound)
 
 
-def wire(
-    *,
-    tree: Mapping[str, Any],
-    lock: Mapping[str, Any],
-    run_dir: str,
-    sources: Mapping[str, Mapping[str, Mapping[str, Any]]],
-) -> Wiring:
-    """Wire this process from `Wiring.payload`. Raises `LockError` where the lock says other than what is installed."""
+def sources_of(plain: Mapping[str, Any]) -> Sources:
+    """The `sources` of a `Wiring.payload`, or of a run's lock."""
 
     def source(fields: Mapping[str, Any]) -> ModelSource:
         return ModelSource(**{**fields, **{k: Path(fields[k]) for k in ("folder", "tokenizer_folder") if fields[k]}})
 
+    return {policy: {role: source(fields) for role, fields in roles.items()} for policy, roles in plain.items()}
+
+
+def wire(*, tree: Mapping[str, Any], lock: Mapping[str, Any], run_dir: str, sources: Mapping[str, Any]) -> Wiring:
+    """Wire this process from `Wiring.payload`. Raises `LockError` where the lock says other than what is installed."""
     catalogue = scan()
     check_lock(lock, catalogue)
-    resolved = {policy: {role: source(fields) for role, fields in roles.items()} for policy, roles in sources.items()}
-    return Wiring(from_tree(tree, catalogue), catalogue, Path(run_dir), resolved)
+    return Wiring(from_tree(tree, catalogue), catalogue, Path(run_dir), sources_of(sources))
 
 
 def trainer_worker(*, rank: int, count: int, cancelled: Callable[[], bool], **payload: Any) -> TrainerWorker:

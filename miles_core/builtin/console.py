@@ -147,7 +147,10 @@ class ConsoleTracker:
         return f"[{policy}] " if len(self._policies) > 1 else ""
 
     def _say(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
+        try:
+            self._console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
+        except (BrokenPipeError, SystemExit):  # who read this is gone (`| head`), and rich would leave: the run goes on
+            self._console.quiet = True
 
     def _start_bars(self, first: int) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

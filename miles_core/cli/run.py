@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -28,18 +30,29 @@ def run(
     from miles_core.config.compose import load, reload
     from miles_core.discovery import scan
     from miles_core.driver import execute, run_path
+    from miles_core.run import RunDir
 
     catalogue = scan()
     if file.is_dir():
         if not resume:
             raise ConfigError(
-                f"{file} is a directory, not a run file", fix=f"miles run {file} --resume, to go on with it"
+                f"{file} is a directory, not a run file",
+                fix=f"miles run {shlex.quote(str(file))} --resume, to go on with it",
             )
-        run_file = reload(file, (*(overrides or ()), f"run.dir={file}"), catalogue=catalogue)
+        run_file = reload(file, (*(overrides or ()), f"run.dir={json.dumps(str(file))}"), catalogue=catalogue)
     else:
         run_file = load(file, tuple(overrides or ()), catalogue=catalogue)
     path = run_path(run_file)
+    go_on = f"miles run {shlex.quote(str(path))} --resume"
     stop, begun = threading.Event(), threading.Event()
+
+    def begin() -> None:
+        begun.set()
+        done = RunDir(path)
+        trained = max((line["step"] + 1 for line in done.metrics() if line.get("type") == "train"), default=0)
+        if resume and trained and done.latest() is None:
+            told = f"{path} has no checkpoint: it starts again from step 0, on a new lineage"
+            print(f"{told} (its metrics show {trained} steps of before)", file=sys.stderr)
 
     async def drive() -> object:
         wake, woken = socket.socketpair()
@@ -49,10 +62,10 @@ def run(
         asyncio.get_running_loop().add_reader(woken, lambda: woken.recv(64))
         before_fd = signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
         try:
-            return await execute(run_file, catalogue, stop, resume=resume, on_begin=begun.set)
+            return await execute(run_file, catalogue, stop, resume=resume, on_begin=begin)
         except MilesError as error:
             if error.exit_code == EXIT_STOPPED and (path / "resolved.yaml").is_file():
-                error.fix += f"\nResume: miles run {path} --resume"
+                error.fix += f"\nResume: {go_on}"
             leaving.append(leave_within(GRACE_S, error.exit_code, str(error)))
             raise
         finally:
@@ -62,12 +75,12 @@ def run(
             woken.close()
 
     leaving: list[threading.Timer] = []
-    before = {number: signal.signal(number, _Interrupt(stop, begun, path)) for number in SIGNALS}
+    before = {number: signal.signal(number, _Interrupt(stop, begun, go_on)) for number in SIGNALS}
     try:
         result = asyncio.run(drive())
     except Exception as error:
         if begun.is_set() and not isinstance(error, MilesError):
-            print(f"what was journalled is safe. Go on: miles run {path} --resume", file=sys.stderr)
+            print(f"what was journalled is safe. Go on: {go_on}", file=sys.stderr)
         raise
     finally:
         for timer in leaving:
@@ -76,23 +89,23 @@ def run(
             signal.signal(number, handler)
     status = getattr(result, "status", "finished")
     if status == "interrupted":
-        print(f"\ninterrupted and saved. Go on: miles run {path} --resume", file=sys.stderr)
+        print(f"\ninterrupted and saved. Go on: {go_on}", file=sys.stderr)
         raise typer.Exit(EXIT_INTERRUPTED)
-    print(f"finished: {path}. Look at it: miles show {path}", file=sys.stderr)
+    print(f"finished: {path}. Look at it: miles show {shlex.quote(str(path))}", file=sys.stderr)
 
 
 class _Interrupt:
     """What Ctrl-C (or SIGTERM) does. Before the run begins, the first ends the command; then the first finishes the
     step, and the second stops at once. A handler may interrupt a print, hence `os.write`."""
 
-    def __init__(self, stop: threading.Event, begun: threading.Event, path: Path) -> None:
-        self._stop, self._begun, self._path = stop, begun, path
+    def __init__(self, stop: threading.Event, begun: threading.Event, go_on: str) -> None:
+        self._stop, self._begun, self._go_on = stop, begun, go_on
         self._seen = False
 
     def __call__(self, number: int, frame: object) -> None:
         if self._seen:
             # Every finished group was journalled when it finished; waiting for a thread would not be "at once".
-            go_on = f". Go on: miles run {self._path} --resume" if self._begun.is_set() else ""
+            go_on = f". Go on: {self._go_on}" if self._begun.is_set() else ""
             os.write(2, f"\nstopped at once{go_on}\n".encode())
             os._exit(EXIT_INTERRUPTED)
         self._seen = True

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from miles_core.errors import MissingExtraError, RunNotFoundError
+from miles_core.errors import ExportError, MissingExtraError, RunNotFoundError, blamed
 
 if TYPE_CHECKING:
     from miles_core.run import RunDir
@@ -140,4 +140,5 @@ def write_png(path: Path, curves: dict[str, Curve]) -> None:
         ax.set_ylabel(name)
         ax.grid(alpha=0.3)
     axes[-1].set_xlabel("step")
-    figure.savefig(path, dpi=130)
+    with blamed(f"{path} cannot be written", ExportError, "name a .png file in a folder that exists"):
+        figure.savefig(path, dpi=130)

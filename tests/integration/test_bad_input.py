@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from miles_core.run import RunDir
+
 ARCHITECTURE = (
     "{model_type: qwen3, vocab_size: 13, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, "
     "num_attention_heads: 2, num_key_value_heads: 1, head_dim: 16, max_position_embeddings: 64, "
@@ -406,7 +408,7 @@ def test_a_run_directory_that_exists(miles):
     assert everything() == sorted([*before, "file"])
 
 
-@pytest.mark.parametrize("where", ["/proc/none/run", "file/run"])
+@pytest.mark.parametrize("where", ["/proc/none/run", "/proc/x", "file/run"])
 def test_a_run_directory_that_cannot_be_made(bad, where):
     Path("file").write_text("")
     bad("MILES-E903", ["cannot be made", "run.dir"], f"run.dir={where}")
@@ -446,7 +448,7 @@ def test_a_resume_with_another_config_says_what_differs(made, miles, words, over
     before = everything()
     for file in ("toy.yaml", str(made)):
         said = miles("run", file, "--resume", *(["run.steps=4"] if file == "toy.yaml" else []), *overrides)
-        refused(said, "MILES-E901", "was started with another configuration", *words)
+        refused(said, "MILES-E901", "was started with another configuration", "What may change: launcher", *words)
     assert everything() == before
 
 
@@ -466,6 +468,17 @@ def test_a_resume_with_another_lock_says_what_differs(made, miles):
     file.write_text("{")
     refused(miles("run", str(made), "--resume", "run.steps=4"), "MILES-E901", "plugins.lock cannot be read")
     assert everything() == before
+
+
+def test_a_resume_beside_a_run_that_is_alive_is_refused(made, miles, command):
+    """One holds the run directory: a second process is told which, and touches nothing but its own way out."""
+    before = {p: p.read_bytes() for p in Path("runs").rglob("*") if p.is_file() and p.name != "lock"}
+    with RunDir.open(made).hold():
+        for run in (miles, command):
+            said = run("run", str(made), "--resume", "run.steps=4")
+            refused(said, "MILES-E905", f"process {os.getpid()} is running in runs/toy")
+    assert {p: p.read_bytes() for p in Path("runs").rglob("*") if p.is_file() and p.name != "lock"} == before
+    assert miles("run", str(made), "--resume", "run.steps=4").code == 0, "the lock ends with its holder"
 
 
 def test_a_resume_of_a_finished_run(made, miles):
@@ -496,6 +509,22 @@ def test_exports_that_cannot_be(made, miles):
     refused(miles("export", str(made), "file/out"), "MILES-E904", "file/out cannot be written")
     refused(miles("export", str(made), "out", "--policy", "x"), "MILES-E090", "no policy 'x'")
     assert not Path("out").exists()
+    refused_late = miles("show", str(made), "--png", "absent/x.png")
+    assert refused_late.code == 2 and refused_late.err.startswith("MILES-E904: absent/x.png cannot be written")
+
+
+def test_a_run_is_exported_and_resumed_from_any_working_directory(made, miles, monkeypatch):
+    """What `model.source` meant is kept with the run: also where a better checkpoint, or nothing, lies there now."""
+    model = ("model.architecture=null", "model.source=runs/toy", "model.tokenizer=null", "run.steps=2")
+    Path("files").mkdir()
+    os.rename("toy.yaml", "files/toy.yaml")  # so that the run file's own folder does not help
+    assert miles("run", "files/toy.yaml", "run.name=b", *model).code == 0
+    child = Path("runs/b").resolve()
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    assert miles("export", str(child), "out").code == 0 and Path("out/config.json").is_file()
+    assert miles("run", str(child), "--resume", "run.steps=3").code == 0
+    assert RunDir.open(child).latest().step == 3
 
 
 # --- the real command ------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ shards need from wherever they are. Everything that FSDP shards is split along d
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,14 +56,19 @@ def write(folder: Path, rank: int, ranks: int, shards: Mapping[str, Shard], stat
         raise CheckpointError(f"{folder} cannot be written: {error}", fix="make room there and resume") from error
 
 
+def _without(folder: Path) -> str:
+    """What to do without the checkpoint whose trainer wrote `folder`."""
+    return (
+        f"to resume from the one before it, rm -r {shlex.quote(str(folder.parent))}; to export, name another by --step"
+    )
+
+
 def read_state(folder: Path) -> dict[str, Any]:
     """What rank 0 wrote beside the tensors."""
     try:
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{folder / STATE} cannot be read: {error}", fix="resume from another checkpoint"
-        ) from error
+        raise CheckpointError(f"{folder / STATE} cannot be read: {error}", fix=_without(folder)) from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise CheckpointError(
             f"{folder} is no checkpoint of this backend's format {FORMAT}", fix="resume with the version that wrote it"
@@ -82,7 +88,7 @@ def read(folder: Path, wanted: Mapping[str, Shard]) -> None:
                     if name in wanted:
                         left[name] -= _copy(handle, name, offset, tuple(shape), wanted[name], file)
         except (OSError, ValueError, KeyError, SafetensorError) as error:
-            raise CheckpointError(f"{file} cannot be read: {error}", fix="resume from another checkpoint") from error
+            raise CheckpointError(f"{file} cannot be read: {error}", fix=_without(folder)) from error
     lacking = sorted(name for name, rows in left.items() if rows)
     if lacking:
         raise CheckpointError(

@@ -1,0 +1,40 @@
+"""What a run says beside its training: where it goes on from, how to go on in a shell; and a console that goes away."""
+
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from miles_core.run import RunDir
+
+RUN = Path("runs/toy")
+SMALL = ("run.steps=3", "run.checkpoint_every=1", "schedule.groups_per_step=2", "schedule.group_size=2")
+
+
+def test_a_run_whose_checkpoints_were_removed_says_that_it_starts_again(miles):
+    assert miles("run", "toy.yaml", *SMALL).code == 0
+    shutil.rmtree(RUN / "checkpoints")
+    said = miles("run", str(RUN), "--resume")
+    assert said.code == 0, said.err
+    assert "runs/toy has no checkpoint: it starts again from step 0, on a new lineage" in said.err
+    assert "3 steps of before" in said.err
+    assert RunDir.open(RUN).latest().step == 3
+
+
+def test_hints_are_quoted_for_the_shell(miles):
+    said = miles("run", "toy.yaml", *SMALL, "run.dir=my runs/a")
+    assert said.code == 0 and "miles show 'my runs/a'" in said.err
+    assert miles("run", "my runs/a", "--resume", "run.steps=4").code == 0
+
+
+def test_a_reader_that_goes_away_does_not_end_the_run(command):
+    """`miles run … | head -1`: standard output breaks, the run goes on to its end."""
+    Path("toy.yaml").write_text(Path("toy.yaml").read_text().replace("jsonl: {}", "jsonl: {}, console: {}"))
+    line = shlex.join([str(Path(sys.executable).with_name("miles")), "run", "toy.yaml", *SMALL, "env.delay_s=0.05"])
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {line} | head -1"], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "finished: runs/toy" in done.stderr and len(done.stdout.splitlines()) == 1
+    assert RunDir.open(RUN).latest().step == 3

@@ -220,7 +220,7 @@ class Sampler:
                 raise
             shared.tasks[member].uncancel()
             return _failed(name, member, task, shared.ended)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # sys.exit() in a reward fails its episode, and not the event loop
             cause = session.failure
             if cause is not None and _stops(cause):
                 raise cause from (error if error is not cause else None)

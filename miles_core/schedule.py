@@ -195,10 +195,7 @@ class Loop:
     def _accept(self, side: Side, lease: Lease, group: Group) -> None:
         """Journal a finished group, or drop it and start its replacement."""
         side.ended += 1
-        for episode in group.episodes:
-            if episode.status == Status.FAILED:
-                side.failed += 1
-                self._reports.event("episode_failed", policy=side.name, episode=episode.id, why=episode.error)
+        side.failed += self._tell_failed(side, group)
         versions = versions_of(group)
         kept, why = fit_group(group, side.schedule)
         for name, check in side.setup.filters.items():
@@ -232,6 +229,13 @@ class Loop:
             reward=sum(rewards) / len(rewards) if rewards else None,
             tokens=sum(sampled(t) for e in kept.episodes for t in e.trajectories),
         )
+
+    def _tell_failed(self, side: Side, group: Group, **more: Any) -> int:
+        """Report the failed episodes of a group; how many."""
+        failed = [e for e in group.episodes if e.status == Status.FAILED]
+        for episode in failed:
+            self._reports.event("episode_failed", policy=side.name, episode=episode.id, why=episode.error, **more)
+        return len(failed)
 
     def _evict(self, side: Side) -> None:
         """Take out what no step can consume any more under the lag rule; its slot is free at once."""
@@ -331,7 +335,7 @@ class Loop:
             return False
         value = sum(values) / len(values)
         best = self.ledger.notes.get("best")
-        if done == 0 or (best is not None and value <= best[1]):
+        if done == 0 or (best is not None and value < best[1]):
             return False  # before the first step there is no checkpoint that could be the best
         self.ledger.notes["best"] = [done, value]
         return True
@@ -344,6 +348,7 @@ class Loop:
         def accept(lease: Lease, group: Group) -> None:
             groups[lease.id] = group
             self.ledger.evaluated(lease, done)
+            self._tell_failed(side, group, evaluation=done)
             self._reports.event("evaluating", policy=side.name, step=done, done=len(groups), of=len(leases))
 
         leases = [

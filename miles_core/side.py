@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import Sequence
 
 from miles_core.collaborators import PolicySetup
 from miles_core.errors import StarvedError
 from miles_core.ledger import Ledger, Open
+
+#: What tells one failed episode from another; their reasons are counted without it.
+IDS = re.compile(r"(task .*?, episode .*?): |, trajectories .*")
 
 
 class Side:
@@ -46,8 +50,17 @@ class Side:
     def check_starved(self, slot: int, reasons: Counter[str]) -> None:
         reasons = Counter({why: n for why, n in reasons.items() if why != "stale" or self.retries[slot]})
         if reasons.total() >= self.schedule.max_leases_per_slot:
-            told = "; ".join(f"{n} x {why}" for why, n in reasons.most_common(5))
+            plain, examples = Counter[str](), dict[str, str]()
+            for why, n in reasons.items():
+                plain[short := IDS.sub("", why)] += n
+                example = IDS.search(why)
+                examples.setdefault(short, f" (e.g. {example[1]})" if example else "")
+            told = "; ".join(f"{n} x {why}{examples[why]}" for why, n in plain.most_common(5))
+            fix = "loosen what rejects them, give easier or harder tasks, or raise schedule.max_leases_per_slot"
+            if all(examples.values()):
+                fix = "mend the reward or environment, which failed every time (events.jsonl has each failed episode)"
+                fix += "; if it is only slow, raise schedule.episode_deadline_s" if "deadline" in told else ""
             raise StarvedError(
                 f"slot {slot} of policy {self.name!r} used {reasons.total()} leases and none could be trained: {told}",
-                fix="loosen what rejects them, give easier or harder tasks, or raise schedule.max_leases_per_slot",
+                fix=fix,
             )

@@ -55,11 +55,14 @@ class ConsoleConfig:
 class ConsoleTracker:
     """Keeps the contract `Tracker`. `policies` are told apart where there are several."""
 
-    def __init__(self, console: Console, policies: Sequence[str], *, live: bool, every: int = 1) -> None:
+    def __init__(self, console: Console, policies: Sequence[str], *, live: bool, every: int = 1, how: str = "") -> None:
+        """`how` is what evaluations sample with, e.g. `greedy`."""
         self._console = console
         self._policies = tuple(policies)
         self._live = live
         self._every = every
+        self._how = how
+        self._eval_failure: dict[str, str] = {}  # policy -> why an episode of the evaluation at hand failed first
         self._steps = 0
         self._held: dict[str, tuple[int, dict[str, float]]] = {}  # policy -> its step in the making
         self._printed: dict[str, int] = {}  # policy -> last step whose line was printed
@@ -85,7 +88,10 @@ class ConsoleTracker:
             if den
         }
         if side == "eval":
-            self._say(f"{self._whose(policy)}evaluation before step {step}: {_evaluation(found)}")
+            how = f" ({self._how})" if self._how and "eval/reward" in found else ""
+            done = f"{step} step{'' if step == 1 else 's'}"
+            said = _evaluation(found) + self._failures(values, policy)
+            self._say(f"{self._whose(policy)}evaluation after {done}{how}: {said}")
             return
         held_step, held = self._held.get(policy, (step, {}))
         if held_step != step:
@@ -108,6 +114,8 @@ class ConsoleTracker:
             self._progress.update(
                 bar, description=self._whose(policy) + what, completed=fields["done"], total=fields["of"]
             )
+        elif kind == "episode_failed" and "evaluation" in fields:  # the evaluation's own line tells
+            self._eval_failure.setdefault(policy, str(fields.get("why")))
         elif kind in LOUD:
             self._loud[kind] = self._loud.get(kind, 0) + 1
             if kind == "checkpoint" or self._loud[kind] <= LINES_A_KIND:
@@ -141,7 +149,18 @@ class ConsoleTracker:
             value = next((held[n] for n in names if n in held), None)
             if value is not None and (value or label != "tokens/s"):  # demonstrations sample none
                 parts.append(f"{label} {form.format(value)}")
+                norm = held.get("train/grad_norm")
+                if label == "loss" and abs(value) < 5e-5 and norm is not None:  # the text "0.0000" says nothing
+                    parts[-1] = f"loss {value:.1g}  grad_norm {norm:.2g}"
         return "  ".join(parts)
+
+    def _failures(self, values: Mapping[str, Metric], policy: str) -> str:
+        why = self._eval_failure.pop(policy, "")
+        count, _ = values.get("failed_episodes", (0, 1))
+        if not count:
+            return ""
+        of = values["reward"][1] if "reward" in values else count
+        return f", {count:g} of {of:g} episodes FAILED" + (f": {why}" if why else "")
 
     def _whose(self, policy: str) -> str:
         return f"[{policy}] " if len(self._policies) > 1 else ""
@@ -172,10 +191,10 @@ class ConsoleTracker:
 
 
 def _evaluation(found: Mapping[str, float]) -> str:
-    """Rewards or losses first; nothing about failures where there are none."""
+    """Rewards or losses first; failures are told apart."""
     named = {name.removeprefix("eval/"): value for name, value in found.items()}
     first = sorted(named, key=lambda name: (not name.startswith(("reward", "loss")), name))
-    shown = [f"{name} {named[name]:.3f}" for name in first if name != "failed_episodes" or named[name]]
+    shown = [f"{name} {named[name]:.3f}" for name in first if name != "failed_episodes"]
     return ", ".join(shown[:6]) or "nothing rewarded"
 
 
@@ -184,7 +203,9 @@ def _build(config: ConsoleConfig, context: BuildContext) -> ConsoleTracker:
 
     console = Console()
     live = console.is_terminal if config.style == Style.auto else config.style == Style.live
-    return ConsoleTracker(console, tuple(context.run.policies) or (context.policy,), live=live, every=config.every)
+    how = f"T={t:g}" if (t := context.run.eval.temperature) else "greedy"
+    policies = tuple(context.run.policies) or (context.policy,)
+    return ConsoleTracker(console, policies, live=live, every=config.every, how=how)
 
 
 @hookimpl

@@ -66,7 +66,7 @@ class HFTokenizer:
         character that the vocabulary cannot spell, where the tokenizer would drop it without a word."""
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         if self._lossy:
-            self._check_cover(text, encoding.offsets)
+            self._check_cover(text, encoding)
         return list(encoding.ids)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
@@ -87,6 +87,9 @@ class HFTokenizer:
             config = {"tokenizer_class": "PreTrainedTokenizerFast", **self.special_tokens}
             (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
+    def _spells(self, character: str) -> bool:
+        return bool(self._tokenizer.encode(character, add_special_tokens=False).ids)
+
     def _eos_ids(self) -> tuple[int, ...]:
         found: list[int] = []
         for name in ("generation_config.json", "config.json"):
@@ -96,12 +99,17 @@ class HFTokenizer:
         found += [] if own is None else [int(own)]
         return tuple(dict.fromkeys(i for i in found if 0 <= i < self.vocab_size))
 
-    def _check_cover(self, text: str, offsets: Sequence[tuple[int, int]]) -> None:
-        covered = bytearray(len(text))
-        for start, end in offsets:
+    def _check_cover(self, text: str, encoding: Any) -> None:
+        covered, special = bytearray(len(text)), bytearray(len(text))
+        added = self._tokenizer.get_added_tokens_decoder()
+        for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             covered[start:end] = b"\x01" * (end - start)
-        at = covered.find(0)
-        if at >= 0:
+            if token in added:
+                special[start:end] = covered[start:end]
+        if 0 in covered:
+            # Offsets slip to the left behind a dropped character, so which one it was is asked for each alone.
+            alone = (i for i, c in enumerate(text) if not special[i] and not self._spells(c))
+            at = next(alone, covered.find(0))
             raise DataError(
                 f"the tokenizer in {self.folder} has no token for {text[at]!r} (U+{ord(text[at]):04X}), character {at}"
                 f" of {_short(text)}",

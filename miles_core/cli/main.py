@@ -10,7 +10,7 @@ import sys
 import threading
 import traceback as traces
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -53,7 +53,19 @@ def build(only: str | None = None) -> typer.Typer:
     return app
 
 
-def _root() -> None:
+def _print_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        print(f"miles {version('miles-core')}")
+        raise typer.Exit()
+
+
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version and exit")
+    ] = False,
+) -> None:
     pass
 
 

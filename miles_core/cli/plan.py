@@ -27,19 +27,23 @@ class Promise:
 
 
 def plan(
-    file: Annotated[Path, typer.Argument(help="a run file")],
+    file: Annotated[Path, typer.Argument(help="a run file, or a run directory")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, e.g. schedule.max_staleness=2")] = None,
 ) -> None:
     """Print resolved parts, capabilities, placement, sizes, promises that hold, and every refused combination."""
     from miles_core.cli.table import table
     from miles_core.compatibility import capability_rows, match_capabilities
-    from miles_core.config.compose import load
+    from miles_core.config.compose import load, reload
     from miles_core.config.rules import violations
     from miles_core.discovery import scan
     from miles_core.driver import run_path
 
     catalogue = scan()
-    run_file = load(file, tuple(overrides or ()), catalogue=catalogue, check=False)
+    given = tuple(overrides or ())
+    if file.is_dir():
+        run_file = reload(file, given, catalogue=catalogue)
+    else:
+        run_file = load(file, given, catalogue=catalogue, check=False)
     refused = list(violations(run_file, catalogue))
     path = run_path(run_file)
     print(f"run {run_file.run.name}: {run_file.run.steps} steps, seed {run_file.run.seed}, directory {path}")
@@ -151,10 +155,12 @@ def promises(run_file: RunFile, catalogue: Catalogue) -> list[Promise]:
     stale = max((p.schedule.max_staleness for p in sampled), default=0)
     unordered = [p.name for p in policies if p.schedule.order != "slot"]
     varying = [p.use for p in run_file.engines.values() if "batch_invariant" not in offers[id(p)]] if sampled else []
+    switches = [p.at for p in run_file.engines.values() if p.use in varying and hasattr(p.options, "batch_invariant")]
+    how = f" ({', '.join(f'{at}.batch_invariant=true' for at in switches)} would)" if switches else ""
     against = [
         *([f"max_staleness is {stale}, so timing decides which version samples"] if stale else []),
         *([f"order is not slot in {', '.join(unordered)}"] if unordered else []),
-        *([f"{', '.join(varying)} does not offer batch_invariant"] if varying else []),
+        *([f"{', '.join(varying)} does not offer batch_invariant{how}"] if varying else []),
     ]
     found = [
         Promise(name="each group is trained at most once", holds=True, why="leases, journal and checkpoints"),
@@ -169,8 +175,10 @@ def promises(run_file: RunFile, catalogue: Catalogue) -> list[Promise]:
                 name=f"no token older than {stale} version(s)", holds=True, why="admission by schedule.max_staleness"
             )
         )
-        ratio = drops or "the same temperature and kept tokens in training as in sampling"
-        found.append(Promise(name="on-policy ratio is 1", holds=not drops, why=ratio))
+        older = f"max_staleness is {stale}, so older versions may have sampled" if stale else ""
+        unlike = "; ".join(filter(None, (older, drops)))
+        ratio = unlike or "the same temperature and kept tokens in training as in sampling"
+        found.append(Promise(name="on-policy ratio is 1", holds=not unlike, why=ratio))
     if run_file.sync is not None and run_file.engines:
         evidence = run_file.sync.core.verify.value
         found.append(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,7 +31,7 @@ def show(
     step: Annotated[
         int | None, typer.Option(help="print the rollouts of this step; first and last where absent")
     ] = None,
-    samples: Annotated[int, typer.Option(help="rollouts to print a step")] = 3,
+    samples: Annotated[int, typer.Option(min=1, help="rollouts to print a step")] = 3,
     png: Annotated[Path | None, typer.Option(help="also write the curves as a PNG file")] = None,
 ) -> None:
     """Print what a run was, its curves, and readable rollouts with prompt, answer, verdict and reward."""
@@ -42,6 +43,7 @@ def show(
     curves = read_curves(opened)
     if not curves:
         raise RunNotFoundError(f"{run} has no metrics yet", fix="wait for the first step, or look at events.jsonl")
+    console.print(Text(headline(opened)))
     chosen = metric or [name for name in ("rollout/reward", "eval/reward", "eval/loss") if name in curves]
     chosen = chosen or ["train/loss"]
     for name in chosen:
@@ -55,6 +57,34 @@ def show(
     if png is not None:
         write_png(png, {name: curves[name] for name in chosen})
         console.print(f"curve: {png}")
+
+
+def headline(run: RunDir) -> str:
+    """Name, preset, steps done and how it ended or goes on, best checkpoint."""
+    tree = run.tree()
+    policies = tree.get("policies") or {"": tree}
+    presets = dict.fromkeys(str((p.get("algorithm") or {}).get("use") or "no preset") for p in policies.values())
+    steps = {line["policy"]: line["step"] + 1 for line in run.metrics() if line["type"] == "train"}
+    done = min(steps.values(), default=0)  # a policy of a larger share takes several of its own in one
+    best = run.best()
+    told = f"best checkpoint: step {best.step}" if best else "no best checkpoint"
+    return (
+        f"{tree['run']['name']}: {', '.join(presets)}, {_status(run)}, {done} of {tree['run']['steps']} steps, {told}"
+    )
+
+
+def _status(run: RunDir) -> str:
+    """How its newest process ended; `not ended` where it runs still, or was killed."""
+    status = "not ended"
+    file = run.path / "events.jsonl"
+    for text in file.read_text().splitlines() if file.exists() else ():
+        try:
+            event = json.loads(text)
+        except ValueError:  # a torn last line
+            continue
+        if event.get("type") in ("run_start", "run_end"):
+            status = event.get("status") or "not ended"
+    return str(status) if not str(status).startswith("MILES-") else f"stopped with {status}"
 
 
 def read_curves(run: RunDir) -> dict[str, Curve]:
@@ -90,11 +120,15 @@ def draw(name: str, curve: Curve, width: int = WIDTH, height: int = HEIGHT) -> s
 
 
 def _print_samples(console: Console, run: RunDir, step: int, count: int) -> None:
-    from miles_core.rollouts import read_samples
+    from miles_core.rollouts import read_samples, sampled_steps
 
     lines = list(read_samples(run.path / "rollouts", "train", step))
     if not lines:
-        raise RunNotFoundError(f"{run.path} has no rollouts of step {step}", fix="leave out --step to see which it has")
+        have = sampled_steps(run.path / "rollouts")
+        raise RunNotFoundError(
+            f"{run.path} has no rollouts of step {step}",
+            fix=f"choose --step {have[0]} to {have[-1]}" if have else "let the run train a step first",
+        )
     console.print(f"\nrollouts of step {step}")
     for line in _varied(lines)[:count]:
         console.print(Panel(Text(describe(line)), title=Text(line["episode"]), title_align="left"))
@@ -119,9 +153,13 @@ def describe(line: dict[str, Any]) -> str:
         rows.append(f"expected  {line['expected']}")
     rows += [f"· {key:7} {value}" for key, value in line["info"].items()]
     rows += [f"{'+ ' + key:9} {value}" for key, value in line["components"].items()]
-    reward = "none" if line["reward"] is None else f"{line['reward']:g}"
-    detail = f"{line['status']}, {'/'.join(line['finish'])}, {sum(line['tokens'])} tokens"
-    rows.append(f"reward    {reward} ({detail}; sampled by {', '.join(line['versions']) or 'nobody'})")
+    detail = ", ".join(filter(None, (line["status"], "/".join(line["finish"]), f"{sum(line['tokens'])} tokens")))
+    if line["versions"] or line["reward"] is not None:
+        reward = "none" if line["reward"] is None else f"{line['reward']:g}"
+        by = f"; sampled by {', '.join(line['versions'])}" if line["versions"] else ""
+        rows.append(f"reward    {reward} ({detail}{by})")
+    else:  # a demonstration
+        rows.append(f"length    {detail}")
     if line["error"]:
         rows.append(f"error     {line['error']}")
     return "\n".join(rows)

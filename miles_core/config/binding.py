@@ -88,6 +88,9 @@ def check_keys(path: str, keys: Iterable[str], known: Sequence[str]) -> None:
         at, similar = join(path, key), close(key, known)
         section = next((name for name, cls in schema.SECTIONS.items() if key in fields_of(cls)), "")
         meant = join(path, similar) if similar else section and f"{section}.{key}"
+        word, colon, _ = key.partition(":")
+        if colon and word in (*known, "use"):
+            meant = f"a space after the colon: {key.replace(':', ': ', 1)}"
         raise UnknownKeyError(
             f"{at} is no known key; {path or 'a run file'} has: {', '.join(sorted(known))}",
             fix=f"write {meant}, if that was meant" if meant else f"remove {at}",

@@ -260,6 +260,17 @@ def test_plan_withdraws_promises_that_do_not_hold(miles, overrides, why):
     assert line.startswith("no ") and why in line
 
 
+def test_plan_does_not_claim_a_ratio_of_one_for_old_tokens(miles):
+    _, out, _ = miles("plan", "run.yaml", "schedule.max_staleness=2", "schedule.off_policy=uncorrected")
+    [line] = [line for line in out.splitlines() if "on-policy ratio" in line]
+    assert line.startswith("no ") and "max_staleness is 2" in line
+
+
+def test_version(miles):
+    code, out, _ = miles("--version")
+    assert code == 0 and out.startswith("miles ") and out.count(".") >= 1
+
+
 def test_doctor_of_a_bad_file_is_a_finding(miles):
     code, out, _ = miles("doctor", "run.yaml", "schedule.group_size=0")
     assert code == 1

@@ -301,6 +301,11 @@ WRONG = [
         r"Fix: write sync.bucket_mib, if that was meant",
     ),
     (UnknownKeyError, "run.group_size=2", r"run.group_size is no known key; .*\nFix: write schedule.group_size, if .*"),
+    (
+        UnknownKeyError,
+        "algorithm.advantage={use:acme}",
+        r".*use:acme is no .*\nFix: write a space after the colon: use: acme, .*",
+    ),
     (UnknownKeyError, "run.zzz=2", r"run.zzz is no known key; .*\nFix: remove run.zzz"),
     (
         UnknownKeyError,

@@ -235,7 +235,7 @@ def test_evaluation_and_the_best_checkpoint(folder):
     rewards = {step: v["reward"] for step, side, v, _ in sim.metrics_seen if side == "eval"}
     assert sorted(rewards) == [0, 2, 4, 5]
     assert all(den == 5 for _, den in rewards.values())
-    best = max((2, 4, 5), key=lambda step: (rewards[step][0], -step))  # the first of the best; step 0 has no checkpoint
+    best = max((2, 4, 5), key=lambda step: (rewards[step][0], step))  # the last of the best; step 0 has no checkpoint
     assert result.best == (best, rewards[best][0] / 5)
     assert sim.best == best and best in sim.checkpoints
     assert sim.ledger.books["main"].ended["evaluated"] == 20

@@ -1,6 +1,7 @@
 """Tokenizer `chars`, tokenizers from folders, and the choice between them."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -104,6 +105,13 @@ def test_saved_chars_load_in_transformers(saved):
 def test_saved_chars_refuse_strangers(saved):
     with pytest.raises(DataError, match=r"no token for 'Z' \(U\+005A\), character 2 of '1 Z'"):
         hf_tokenizer.load(saved).encode("1 Z")
+
+
+@pytest.mark.parametrize(("text", "at"), [("a+1=", 1), ("12A4=", 2), ("ab<eos>c*", 8), ("a<eos", 1)])
+def test_the_stranger_is_named_wherever_it_stands(tmp_path, text, at):
+    CharsTokenizer("0123456789=abcdefghijklmnopqrstuvwxyz").save(tmp_path)
+    with pytest.raises(DataError, match=rf"no token for {re.escape(repr(text[at]))} \(U\+.*\), character {at} of"):
+        hf_tokenizer.load(tmp_path).encode(text)
 
 
 def test_folder(folder):

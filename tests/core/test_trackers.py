@@ -132,7 +132,7 @@ def test_one_plain_line_a_step():
     feed(tracker, range(2))
     tracker.close("finished")
     said = out.getvalue().splitlines()
-    assert said[:3] == ["run r in runs/r", "grpo on sorting", "evaluation before step 0: reward 0.250, length 4.500"]
+    assert said[:3] == ["run r in runs/r", "grpo on sorting", "evaluation after 0 steps: reward 0.250, length 4.500"]
     assert said[3] == "step 1/2  reward 0.750  loss -0.1250  lag 0.00  tokens/s 200  step s 0.50"
     assert said[4].startswith("step 2/2") and said[5].startswith("finished after") and len(said) == 6
 
@@ -167,6 +167,30 @@ def test_bad_news_is_bounded():
     assert "checkpoint: step 1" in said
 
 
+def test_failures_of_an_evaluation_are_told_in_its_line():
+    out = io.StringIO()
+    tracker = ConsoleTracker(Console(file=out, width=160), ("main",), live=False, how="greedy")
+    tracker.start({**INFO, "dir": "d"})
+    for why in ("reward is nan", "another"):
+        tracker.event("episode_failed", {"policy": "main", "episode": "e", "why": why, "evaluation": 1})
+    tracker.metrics(1, "eval", {"reward": (0.0, 4.0), "failed_episodes": (4.0, 1.0)}, "main")
+    tracker.metrics(2, "eval", {"reward": (1.0, 4.0), "failed_episodes": (0.0, 1.0)}, "main")
+    said = out.getvalue().splitlines()[2:]
+    assert said == [
+        "evaluation after 1 step (greedy): reward 0.000, 4 of 4 episodes FAILED: reward is nan",
+        "evaluation after 2 steps (greedy): reward 0.250",
+    ]
+
+
+def test_a_loss_of_nearly_nothing_comes_with_the_gradient():
+    tracker, out = make()
+    tracker.start({**INFO, "dir": "d"})
+    tracker.metrics(0, "train", {"loss": (-2e-9, 1.0), "grad_norm": (0.25, 1.0)}, "main")
+    tracker.metrics(1, "train", {"loss": (1.0, 1.0), "grad_norm": (0.25, 1.0)}, "main")
+    tracker.close("finished")
+    assert out.getvalue().splitlines()[2:4] == ["step 1/2  loss -2e-09  grad_norm 0.25", "step 2/2  loss 1.0000"]
+
+
 def test_live_bars():
     tracker, out = make(live=True)
     tracker.start({**INFO, "dir": "d"})
@@ -176,7 +200,7 @@ def test_live_bars():
     tracker.metrics(2, "eval", {"reward": (1.0, 2.0)}, "main")
     tracker.close("finished")
     said = out.getvalue()
-    assert "steps" in said and "2/2" in said and "reward 0.750" in said and "evaluation before step 2" in said
+    assert "steps" in said and "2/2" in said and "reward 0.750" in said and "evaluation after 2 steps" in said
     assert "1/4" in said
     assert "step 1/2" not in said
 
@@ -190,7 +214,8 @@ def test_several_policies_are_told_apart():
 
 
 def test_provider():
-    context = SimpleNamespace(run=SimpleNamespace(policies={}), policy="main")
+    run = SimpleNamespace(policies={}, eval=SimpleNamespace(temperature=0.0))
+    context = SimpleNamespace(run=run, policy="main")
     provider = console_module.miles_tracker()
     assert provider.build(ConsoleConfig(style=Style.live), context)._live
     assert not provider.build(ConsoleConfig(style=Style.plain), context)._live

@@ -136,8 +136,12 @@ def test_a_failed_episode_that_shrinks_its_group_is_in_the_metrics(miles, monkey
 
 def test_nothing_but_failures_stops_with_their_reason(miles):
     said = miles("run", "toy.yaml", *SMALL, "env.fault=nan", "env.fault_every=1", "schedule.max_leases_per_slot=3")
-    stopped(said, "MILES-E304", "used 3 leases", ": 3 x failed episode: reward is nan (e.g. failed episode: task ")
-    assert "Fix: mend the reward or environment" in said.err and said.err.count("reward is nan") == 2
+    stopped(said, "MILES-E304", "used 3 leases", "reward is nan (e.g. task toy:")
+    assert (
+        "Fix: mend the reward or environment" in said.err
+        and said.err.count("reward is nan") == 1
+        and ": 3 x 0 of 2 episodes left" in said.err
+    )
 
 
 def test_a_reward_that_leaves_is_a_failed_episode(miles, monkeypatch):

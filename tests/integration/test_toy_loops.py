@@ -5,6 +5,7 @@ import threading
 import numpy as np
 import pytest
 
+from miles_core.cli.show import describe
 from miles_core.errors import CombinationError, LearnerError, RewardError, RunExistsError, StarvedError
 from miles_core.testing.toys.backend import ToyBackend
 
@@ -201,8 +202,21 @@ def test_best_checkpoint_is_kept(toy):
     ran = toy("run.steps=20", "eval={every: 5, tasks: 16, temperature: 1.0}")
     evaluations = {line["step"]: line["eval/reward"]["value"] for line in ran.run.metrics() if "eval/reward" in line}
     assert sorted(evaluations) == [0, 5, 10, 15, 20]
-    best = max(evaluations.items(), key=lambda row: (row[1], -row[0]))
+    best = max(evaluations.items(), key=lambda row: (row[1], row[0]))
     assert ran.run.best().step == best[0]
+
+
+def test_show_says_what_became_of_a_run(toy, miles):
+    toy("run.steps=4", "eval={every: 2, tasks: 4}")
+    said = miles("show", "runs/toy")
+    assert said.out.startswith("toy: toy, finished, 4 of 4 steps, best checkpoint: step ")
+    assert "choose --step 0 to 3" in miles("show", "runs/toy", "--step", "999").err
+    assert miles("show", "runs/toy", "--samples", "0").code == 2
+    planned = miles("plan", "runs/toy")
+    assert planned.code == 0 and "nothing is refused" in planned.out
+    line = {"prompt": "p", "turns": [["a"]], "expected": None, "info": {}, "components": {}, "reward": None}
+    line |= {"status": "ok", "finish": ["stop"], "tokens": [3], "versions": [], "error": None}
+    assert describe(line).splitlines() == ["prompt    p", "answer    a", "length    ok, stop, 3 tokens"]
 
 
 def test_the_lock_names_everything_that_decides_what_runs(toy):

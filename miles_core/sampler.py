@@ -140,7 +140,7 @@ class Sampler:
             lease=lease,
             group=group_id(lease.task.id, lease.attempt),
             env=env,
-            multi_turn=isinstance(env, MultiTurn),
+            multi_turn=hasattr(env, "episode"),  # a Protocol check would cost ten times as much a lease
             sampling=sampling,
             split=split,
             deadline=loop.time() + policy.deadline_s,

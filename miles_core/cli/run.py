@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -52,7 +53,7 @@ def run(
         trained = max((line["step"] + 1 for line in done.metrics() if line.get("type") == "train"), default=0)
         if resume and trained and done.latest() is None:
             told = f"{path} has no checkpoint: it starts again from step 0, on a new lineage"
-            print(f"{told} (its metrics show {trained} steps of before)", file=sys.stderr)
+            _tell(f"{told} (its metrics show {trained} steps of before)")
 
     async def drive() -> object:
         wake, woken = socket.socketpair()
@@ -80,7 +81,7 @@ def run(
         result = asyncio.run(drive())
     except Exception as error:
         if begun.is_set() and not isinstance(error, MilesError):
-            print(f"what was journalled is safe. Go on: {go_on}", file=sys.stderr)
+            _tell(f"what was journalled is safe. Go on: {go_on}")
         raise
     finally:
         for timer in leaving:
@@ -89,9 +90,14 @@ def run(
             signal.signal(number, handler)
     status = getattr(result, "status", "finished")
     if status == "interrupted":
-        print(f"\ninterrupted and saved. Go on: {go_on}", file=sys.stderr)
+        _tell(f"\ninterrupted and saved. Go on: {go_on}")
         raise typer.Exit(EXIT_INTERRUPTED)
-    print(f"finished: {path}. Look at it: miles show {shlex.quote(str(path))}", file=sys.stderr)
+    _tell(f"finished: {path}. Look at it: miles show {shlex.quote(str(path))}")
+
+
+def _tell(text: str) -> None:
+    with suppress(BrokenPipeError):  # `2>&1 | head`: nobody reads it, and the run ends as it would
+        print(text, file=sys.stderr)
 
 
 class _Interrupt:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from miles_core.run import RunDir
 
 RUN = Path("runs/toy")
@@ -28,13 +30,13 @@ def test_hints_are_quoted_for_the_shell(miles):
     assert miles("run", "my runs/a", "--resume", "run.steps=4").code == 0
 
 
-def test_a_reader_that_goes_away_does_not_end_the_run(command):
+@pytest.mark.parametrize("also", ["", "2>&1"])
+def test_a_reader_that_goes_away_does_not_end_the_run(command, also):
     """`miles run … | head -1`: standard output breaks, the run goes on to its end."""
     Path("toy.yaml").write_text(Path("toy.yaml").read_text().replace("jsonl: {}", "jsonl: {}, console: {}"))
     line = shlex.join([str(Path(sys.executable).with_name("miles")), "run", "toy.yaml", *SMALL, "env.delay_s=0.05"])
-    done = subprocess.run(
-        ["bash", "-c", f"set -o pipefail; {line} | head -1"], capture_output=True, text=True, timeout=120, check=False
-    )
+    piped = ["bash", "-c", f"set -o pipefail; {line} {also} | head -1"]
+    done = subprocess.run(piped, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    assert "finished: runs/toy" in done.stderr and len(done.stdout.splitlines()) == 1
+    assert len(done.stdout.splitlines()) == 1 and (also or "finished: runs/toy" in done.stderr)
     assert RunDir.open(RUN).latest().step == 3

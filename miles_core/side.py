@@ -12,7 +12,7 @@ from miles_core.errors import StarvedError
 from miles_core.ledger import Ledger, Open
 
 #: What tells one failed episode from another; their reasons are counted without it.
-IDS = re.compile(r"(task .*?, episode .*?): |, trajectories .*")
+IDS = re.compile(r"((task .*?), episode .*?): |, trajectories .*|(?<=request|episode) '[^']*'")
 
 
 class Side:
@@ -52,14 +52,17 @@ class Side:
         if reasons.total() >= self.schedule.max_leases_per_slot:
             plain, examples = Counter[str](), dict[str, str]()
             for why, n in reasons.items():
-                plain[short := IDS.sub("", why)] += n
-                example = IDS.search(why)
-                examples.setdefault(short, f" (e.g. {example[1]})" if example else "")
+                example, short = IDS.search(why), IDS.sub("", why)
+                if failed := example is not None and example[2] is not None:
+                    short = short.replace(example[2], "its task")
+                plain[short] += n
+                examples.setdefault(short, f" (e.g. {example[1]})" if example and failed else "")
             told = "; ".join(f"{n} x {why}{examples[why]}" for why, n in plain.most_common(5))
             fix = "loosen what rejects them, give easier or harder tasks, or raise schedule.max_leases_per_slot"
             if all(examples.values()):
                 fix = "mend the reward or environment, which failed every time (events.jsonl has each failed episode)"
-                fix += "; if it is only slow, raise schedule.episode_deadline_s" if "deadline" in told else ""
+                late = re.search("deadline|Timeout", told)
+                fix += "; if it is only slow, raise its deadline (schedule.episode_deadline_s)" if late else ""
             raise StarvedError(
                 f"slot {slot} of policy {self.name!r} used {reasons.total()} leases and none could be trained: {told}",
                 fix=fix,

@@ -1,6 +1,7 @@
 """The loop in virtual time: admission, order, lag, filters, stops, deadlines, errors, several policies."""
 
 import tempfile
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -171,6 +172,23 @@ def test_a_filter_that_rejects_everything_stops_the_run_with_its_reasons(folder)
     assert "used 4 leases" in str(stopped.value)
     assert "4 x filter choosy: unlucky" in str(stopped.value)
     assert imbalances(sim.ledger, finished=True) == []  # even so, every lease has its end
+
+
+def test_reasons_of_failures_are_counted_without_ids():
+    side = object.__new__(Side)
+    side.name, side.schedule, side.retries = "main", replace(SMALL, max_leases_per_slot=4), Counter()
+    late = "failed episode: task t:{0}, episode t:{0}#0/1: TimeoutError: request 'r{0}' took 1 s on task t:{0}"
+    nan = "failed episode: task t:{0}, episode t:{0}#0/1: reward is nan, trajectories t:{0}#0/1/0"
+    with pytest.raises(StarvedError) as stopped:
+        side.check_starved(0, Counter([*map(late.format, range(3)), *map(nan.format, range(2))]))
+    first, fix = str(stopped.value).split("\n")
+    assert first.endswith(
+        "3 x failed episode: TimeoutError: request took 1 s on its task (e.g. task t:0, episode t:0#0/1); "
+        "2 x failed episode: reward is nan (e.g. task t:0, episode t:0#0/1)"
+    )
+    assert fix.startswith("Fix: mend the reward or environment") and "raise its deadline" in fix
+    with pytest.raises(StarvedError, match="Fix: loosen"):
+        side.check_starved(0, Counter({"filter choosy: unlucky": 3, nan.format(1): 1}))
 
 
 @pytest.mark.parametrize("then", ["shrink", "drop_group"])

@@ -378,7 +378,7 @@ WRONG = [
     (
         CombinationError,
         "schedule.max_staleness=1",
-        r"schedule.max_staleness is 1 \(asynchronous\), and .*\n.*uncorrected.*",
+        r".* is 1 \(asynchronous\), and .*\nFix: write schedule.off_policy=uncorrected, or .*=0, or add .*: tis, opsm",
     ),
     (CombinationError, "schedule.group_size=1", r"schedule.group_size is 1, and algorithm.advantage \(group\) .*\n.*"),
     (

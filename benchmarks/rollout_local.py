@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from miles_rollout_local.config import LocalConfig
 from miles_rollout_local.plugin import miles_rollout
+from shapes import MODEL
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -38,21 +39,7 @@ from miles_core.provider import BuildContext, Place
 from miles_core.records import Sampling, Version
 
 SLOTS = 64
-TINY = dict(
-    model_type="qwen3",
-    vocab_size=45,
-    hidden_size=128,
-    intermediate_size=384,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    max_position_embeddings=512,
-    tie_word_embeddings=True,
-    pad_token_id=0,
-    eos_token_id=1,
-    bos_token_id=None,
-)
+TINY = MODEL | dict(vocab_size=45, max_position_embeddings=512, pad_token_id=0, eos_token_id=1, bos_token_id=None)
 SMALL = TINY | dict(
     vocab_size=8192, hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=8, head_dim=64
 )

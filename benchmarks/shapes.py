@@ -39,6 +39,19 @@ trackers: {{console: {{}}, jsonl: {{}}}}
 """
 
 
+#: The model of recipe A (keys of a config.json), without vocabulary, lengths and special tokens.
+MODEL: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "tie_word_embeddings": True,
+}
+
+
 @dataclass(frozen=True)
 class Shape:
     """`groups` prompts a step, `size` answers each, of up to `new` tokens."""
@@ -79,26 +92,14 @@ def model_folder(shape: Shape, warmup: str | None, into: Path) -> Path:
         subprocess.run([Path(sys.executable).with_name("miles"), "export", warmup, folder], check=True)
         return folder
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from miles_core.builtin.chars import CharsTokenizer
 
     torch.manual_seed(3)
-    config = Qwen3Config(
-        vocab_size=46,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-    )
-    Qwen3ForCausalLM(config).float().save_pretrained(folder)
+    special = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    config = AutoConfig.for_model(**MODEL, **special, vocab_size=46, max_position_embeddings=256)
+    AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
     CharsTokenizer(ALPHABET).save(folder)
     return folder
 

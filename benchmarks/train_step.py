@@ -23,6 +23,7 @@ import torch
 from miles_backend_fsdp.backend import FsdpBackend
 from miles_backend_fsdp.causal_lm import CausalLM
 from miles_backend_fsdp.config import CausalLMConfig, FsdpConfig, LayoutChoice
+from shapes import MODEL
 from torch.nn import functional
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -34,18 +35,7 @@ from miles_core.contracts.model import ModelSource
 from miles_core.provider import BuildContext, Place
 from miles_core.records import Episode, Group, Sampling, Task, Trajectory
 
-ARCHITECTURE: dict[str, Any] = {
-    "model_type": "qwen3",
-    "vocab_size": 45,
-    "hidden_size": 128,
-    "intermediate_size": 384,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": True,
-}
+ARCHITECTURE = {**MODEL, "vocab_size": 45, "max_position_embeddings": 256}
 PROMPT = 6
 
 

@@ -12,6 +12,7 @@ import torch
 from miles_backend_fsdp.backend import FsdpBackend
 from miles_backend_fsdp.causal_lm import CausalLM
 from miles_backend_fsdp.config import CausalLMConfig, FsdpConfig, LayoutChoice
+from miles_backend_fsdp.conformance import TINY
 from miles_core.columns import CORE_COLUMNS, Batch, ColumnSpec, Level, collate
 from miles_core.config.schema import OptimizerConfig
 from miles_core.contracts.backend import RoleSpec
@@ -23,18 +24,7 @@ from miles_core.records import Episode, Group, Sampling, Task, Trajectory
 torch.set_num_threads(1)
 
 VOCABULARY = 48
-BASE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": True,
-    "initializer_range": 0.2,  # far from uniform, so that a wrong token shows
-}
+BASE = {**TINY, "vocab_size": VOCABULARY}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {**BASE, "model_type": "llama"},
     "qwen2": {**BASE, "model_type": "qwen2", "tie_word_embeddings": False},

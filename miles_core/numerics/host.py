@@ -1,4 +1,4 @@
-"""Shared formulas in NumPy, for stages: advantages, whitening, KL estimators, denominators, mismatch.
+"""Shared formulas in NumPy, for stages: advantages, returns, whitening, KL estimators, denominators, mismatch.
 
 Statistics are float64 and global over the batch that a stage is given. Grouping is by group identity, never by
 position, and sums are exactly rounded, so the order of episodes changes no bit. Importing this module does not import
@@ -19,14 +19,17 @@ from miles_core.measures import EXP_LIMIT, batch_mismatch, mismatch
 
 __all__ = [
     "all_equal",
+    "batch_advantages",
     "batch_mismatch",
     "compile_weights",
     "cut",
+    "discounted_sums",
     "group_advantages",
     "kl",
     "leave_one_out_advantages",
     "mismatch",
     "to_units",
+    "token_rewards",
     "whiten",
     "with_weights",
 ]
@@ -73,6 +76,55 @@ def leave_one_out_advantages(reward: Array, group_of: Array) -> Array:
     return advantage
 
 
+def batch_advantages(reward: Array, *, ddof: int = 1, eps: float = 1e-6) -> Array:
+    """(R − mean) / (std + eps) over the rewarded episodes of the step: float64 [episodes].
+
+    One episode gives 0; rewards that are all equal give exactly 0, as in a group.
+    """
+    step = np.zeros(len(reward), np.int64)
+    return group_advantages(reward, step, scale="std", ddof=ddof, eps=eps)
+
+
+def token_rewards(batch: Batch, penalty: Array | None = None) -> Array:
+    """r_t of every unit, float64 [units]: R at the last trainable unit of *each* trajectory, minus `penalty` [units]
+    (reward_kl.coef · kl_t) on trainable units; 0 where nothing is trained.
+
+    Siblings share their episode's R. NaN where the episode has no reward.
+    """
+    mask = batch.columns["trainable"]
+    rewards = np.zeros(batch.units)
+    if penalty is not None:
+        rewards[mask] = -penalty[mask].astype(np.float64)
+    live = np.flatnonzero(mask)
+    row = batch.trajectory_of_unit[live]
+    last = live[np.append(row[1:] != row[:-1], True)] if len(live) else live
+    rewards[last] += batch.columns["reward"][batch.episode_of_unit[last]]
+    return rewards
+
+
+def discounted_sums(x: Array, mask: Array, trajectory_of_unit: Array, factor: float) -> Array:
+    """y_t = x_t + factor · y_{t'}, t' the next masked-in unit of the same trajectory, 0 beyond the last.
+
+    float64 [units], 0 outside `mask`: masked units are skipped without decay. The recursion of `returns` (x = rewards,
+    factor γ) and of GAE (x = δ, factor γλ).
+    """
+    result = np.zeros(len(x))
+    live = np.flatnonzero(mask)
+    if not len(live):
+        return result
+    row = trajectory_of_unit[live]
+    values = x[live].astype(np.float64)
+    first = np.flatnonzero(np.append(True, row[1:] != row[:-1]))  # where each trajectory's run of live units begins
+    count = np.diff(np.append(first, len(live)))
+    order = np.argsort(-count, kind="stable")  # longest first: at every step the unfinished ones are a prefix
+    ends, count = (first + count - 1)[order], count[order]
+    for back in range(1, int(count[0])):
+        at = ends[: np.searchsorted(-count, -back, side="left")] - back
+        values[at] += factor * values[at + 1]
+    result[live] = values
+    return result
+
+
 def to_units(batch: Batch, per_episode: Array, mask: Array | None = None) -> Array:
     """[episodes] -> float32 [units], selected to 0 outside `mask` (default: the trainable units)."""
     mask = batch.columns["trainable"] if mask is None else mask
@@ -89,8 +141,8 @@ def whiten(x: Array, mask: Array, *, shift_mean: bool = True) -> Array:
     result = np.zeros(len(x))
     if not len(values):
         return result
-    mean = values.mean()
-    var = ((values - mean) ** 2).sum() / (len(values) - 1) if len(values) > 1 else 0.0
+    mean = math.fsum(values.tolist()) / len(values)
+    var = math.fsum(((values - mean) ** 2).tolist()) / (len(values) - 1) if len(values) > 1 else 0.0
     white = (values - mean) / np.sqrt(var + 1e-8)
     result[mask] = white if shift_mean else white + mean
     return result

@@ -24,6 +24,8 @@ __all__ = [
     "compile_weights",
     "cut",
     "discounted_sums",
+    "explained_variance",
+    "gae",
     "group_advantages",
     "kl",
     "leave_one_out_advantages",
@@ -123,6 +125,52 @@ def discounted_sums(x: Array, mask: Array, trajectory_of_unit: Array, factor: fl
         values[at] += factor * values[at + 1]
     result[live] = values
     return result
+
+
+def gae(
+    rewards: Array,
+    values: Array,
+    mask: Array,
+    trajectory_of_unit: Array,
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    bootstrap: Array | None = None,
+) -> tuple[Array, Array]:
+    """Generalised advantage estimation on trainable units (arXiv 1506.02438): (A, A + V), float64 [units], 0 elsewhere.
+
+    A_t = δ_t + γλ·A_{t'}, δ_t = r_t + γ·V_{t'} − V_t, with t' the next unit of `mask` in the same trajectory: units
+    between them are skipped without decay. Beyond the last one A is 0, and V is `bootstrap` [trajectories] (default 0).
+    `rewards` and `values` are float [units]; `values` hold the head's output at t−1.
+    """
+    live = np.flatnonzero(mask)
+    row = trajectory_of_unit[live]
+    value = values[live].astype(np.float64)
+    following = np.append(value[1:], 0.0) if len(live) else value
+    last = np.append(row[1:] != row[:-1], True) if len(live) else np.zeros(0, bool)
+    following[last] = 0.0 if bootstrap is None else bootstrap[row[last]]
+    delta, before = np.zeros(len(rewards)), np.zeros(len(rewards))
+    delta[live] = rewards[live] + gamma * following - value
+    before[live] = value
+    advantages = discounted_sums(delta, mask, trajectory_of_unit, gamma * lam)
+    return advantages, advantages + before
+
+
+def explained_variance(returns: Array, values: Array, mask: Array) -> tuple[float, float]:
+    """1 − Var(G − V) / Var(G) over the masked units, as (numerator, denominator); (0, 0) where nothing is masked in.
+
+    1: V is right everywhere; 0: no better than a constant; below 0: worse.
+    """
+    g, v = returns[mask].astype(np.float64), values[mask].astype(np.float64)
+    if not len(g):
+        return 0.0, 0.0
+
+    def spread(x: Array) -> float:
+        centred = x - math.fsum(x.tolist()) / len(x)
+        return math.fsum((centred**2).tolist())
+
+    total = spread(g)
+    return total - spread(g - v), total
 
 
 def to_units(batch: Batch, per_episode: Array, mask: Array | None = None) -> Array:

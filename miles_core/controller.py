@@ -7,9 +7,8 @@ the run directory made. `Controller.run` hands everything to the one loop (`sche
 from __future__ import annotations
 
 import asyncio
-import inspect
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -29,7 +28,8 @@ from miles_core.errors import (
     clause,
 )
 from miles_core.feed import TaskFeed
-from miles_core.learner import Learner, with_finite
+from miles_core.learner import Learner
+from miles_core.passes import with_finite
 from miles_core.pool import Pool
 from miles_core.prepare import Parts, Prepared, sampling_of
 from miles_core.provider import Place
@@ -38,6 +38,7 @@ from miles_core.records import Array, Group, Metric, Task, group_id
 from miles_core.rollouts import Rollouts
 from miles_core.sampler import RemoteSampler, Sampler, SamplerEndpoint, SamplingPolicy, demonstrations
 from miles_core.schedule import Loop, PolicySetup, RunResult, Stop
+from miles_core.waits import close_all
 from miles_core.wiring import Wiring, wire
 
 if TYPE_CHECKING:
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
 
 CALL_TIMEOUT_S = 7200.0  # one score, update or save of the trainer
 START_TIMEOUT_S = 1800.0
-CLOSE_TIMEOUT_S = 30.0  # one part; what hangs is left behind
 SHOW = "see where with --traceback; the plugin that raised it is there"
 GO_ON = "see the cause with --traceback, mend it, then go on with --resume"
 
@@ -133,16 +133,13 @@ class Controller:
     learners: Mapping[str, Learner]
     publishers: Publishers | None
     sampler: Sampler | RemoteSampler
-    _parts: list[Any]  # in the order in which they were made: what `close` closes
 
     @staticmethod
     async def open(prepared: Prepared, on_event: Callable[[str, Mapping[str, Any]], None]) -> Controller:
         """Start trainer and engines and connect them; nothing is written to disk."""
         wiring, run = prepared.wiring, prepared.wiring.run
-        parts: list[Any] = []
         try:
             launcher = wiring.build(run.launcher, Place.CONTROLLER)
-            parts.append(launcher)
             base = WorkerSpec(
                 place=Place.TRAINER,
                 factory="miles_core.wiring:trainer_worker",
@@ -156,19 +153,16 @@ class Controller:
             pool = publishers = remote = None
             if run.engines:
                 pool = _pool(wiring, prepared.parts, Place.CONTROLLER, on_event=on_event)
-                parts.append(pool)
                 await pool.start(START_TIMEOUT_S)
                 remote = await _remote_sampler(run, launcher, pool, base)
             sampler = remote or _sampler(wiring, prepared.parts, Place.CONTROLLER, pool)
-            parts.append(sampler)
             if pool is not None and run.sync is not None:
                 follow = None if remote is None else remote.follow
                 publishers = _publishers(prepared, trainer, pool, on_event, follow)
-                parts.append(publishers)
-            return Controller(prepared, trainer, learners, publishers, sampler, parts)
+            return Controller(prepared, trainer, learners, publishers, sampler)
         except BaseException as error:
             with suppress(Exception):  # what failed first is the better news
-                await _close_all(wiring.closers())
+                await close_all(wiring.closers())
             if isinstance(error, Exception) and not isinstance(error, MilesError):
                 raise PluginLoadError(f"trainer and engines cannot be started: {clause(error)}", fix=SHOW) from error
             raise
@@ -226,21 +220,7 @@ class Controller:
         )
 
     async def close(self) -> None:
-        await _close_all(part.close for part in reversed(self._parts))
-
-
-async def _close_all(closers: Iterable[Callable[[], Any]]) -> None:
-    """Every one is closed, the first failure surfaces."""
-    errors = []
-    for close in closers:
-        try:
-            closing = close()
-            if inspect.isawaitable(closing):
-                await asyncio.wait_for(closing, CLOSE_TIMEOUT_S)
-        except Exception as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
+        await close_all([self.sampler.close, *self.prepared.wiring.closers()])
 
 
 async def _learner(prepared: Prepared, policy: Policy, trainer: Workers) -> Learner:
@@ -255,6 +235,7 @@ async def _learner(prepared: Prepared, policy: Policy, trainer: Workers) -> Lear
         _Trainer(trainer),
         prepared.parts.sampling[policy.name].columns,
         max_new_tokens=None if sampling is None else sampling.max_new_tokens,
+        scorers=prepared.parts.scorers,
     )
 
 
@@ -324,7 +305,7 @@ def _sampler(wiring: Wiring, parts: Parts, place: Place, pool: Pool | None) -> S
         parts.sampling,
         None if pool is None else pool.generate,
         run_seed=wiring.run.run.seed,
-        scorers={key: wiring.build(part, place) for key, part in wiring.run.scorers.items()},
+        scorers=parts.scorers,
         extensions=parts.extensions,
         abort_requests=None if pool is None else pool.abort,
     )
@@ -358,8 +339,8 @@ def sampler_worker(
     try:
         parts = Parts.build(wiring, Place.SAMPLER)
         pool = _pool(wiring, parts, Place.SAMPLER, addresses=engines)
-        return SamplerEndpoint(_sampler(wiring, parts, Place.SAMPLER, pool), pool)
+        return SamplerEndpoint(_sampler(wiring, parts, Place.SAMPLER, pool), pool, wiring.closers())
     except BaseException:
         with suppress(Exception), ThreadPoolExecutor(1) as thread:  # a loop may be running in this one
-            thread.submit(asyncio.run, _close_all(wiring.closers())).result()
+            thread.submit(asyncio.run, close_all(wiring.closers())).result()
         raise

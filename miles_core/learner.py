@@ -18,47 +18,27 @@ baseline unless `excluded_count_in_baseline` is false. `truncated: drop_group` r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from miles_core import aggregation, measures
-from miles_core.columns import CORE_COLUMNS, Array, Batch, ColumnSpec, Level, collate
-from miles_core.contracts.learning import Output, Stage, TermInfo, UpdateResult
-from miles_core.errors import CombinationError, LearnerError, blamed
+from miles_core.columns import Array, Batch, ColumnSpec, Level, collate
+from miles_core.contracts.learning import Stage, TermInfo
+from miles_core.errors import LearnerError, blamed
+from miles_core.passes import PHASES, Passes, Stages, Trainer, refused, with_finite
 from miles_core.records import Episode, Finish, Group, Metric, Status
 from miles_core.seeds import generator
 
 if TYPE_CHECKING:
     from miles_core.config.schema import Policy
-
-#: The fields of `algorithm` that hold stages, in the order of their phases.
-PHASES = ("penalties", "reward_kl", "advantage", "distill", "whiten", "corrections")
-#: What a collated batch may hold before any pass or stage, beside the columns of extensions.
-ROLLOUT_COLUMNS = frozenset(
-    (
-        *("tokens", "origin", "trainable", "behaviour_logprobs", "truncated", "reward", "preference"),
-        *("temperature", "top_p", "top_k", "keep_counts", "keep_ids"),
-    )
-)
+    from miles_core.contracts.environment import Scorer
 
 #: Columns that several corrections write: core multiplies the weights and unites the rejections.
 SHARED = ("correction_weight", "rejected")
 #: What a phase may write although an earlier stage did.
 MAY_WRITE_AGAIN = {"distill": ("advantages",), "whiten": ("advantages",), "corrections": SHARED}
-
-Stages = Mapping[str, Sequence[tuple[str, Stage]]]
-
-
-class Trainer(Protocol):
-    """What the learner asks of the trainer ranks."""
-
-    async def score(self, batch: Batch, outputs: Sequence[Output]) -> Mapping[str, Array]: ...
-
-    async def update(self, minibatch: Batch) -> UpdateResult: ...
-
-    async def blend(self, policy: str, dst: str, src: str, decay: float) -> None: ...
 
 
 class Learner:
@@ -66,8 +46,8 @@ class Learner:
 
     `stages`: field -> built stages in config order. `terms`: what the trainer declared. `specs`: every column that
     trajectories may carry (core's and extensions'). `max_new_tokens` is L of the aggregation `constant` where
-    `algorithm.constant_length` is null. `changed` says whether the last step changed any weights. Raises
-    `CombinationError` where the parts cannot work together.
+    `algorithm.constant_length` is null. `scorers`: those of the run, by name. `changed` says whether the last step
+    changed the actor's weights. Raises `CombinationError` where the parts cannot work together.
     """
 
     def __init__(
@@ -80,6 +60,7 @@ class Learner:
         specs: Mapping[str, ColumnSpec],
         *,
         max_new_tokens: int | None = None,
+        scorers: Mapping[str, Scorer] | None = None,
     ) -> None:
         self.policy = policy
         self.changed = False
@@ -94,11 +75,13 @@ class Learner:
         _check_stages(policy, stages)
         if not self._summed:
             fix = "give algorithm.loss a plugin and a coefficient other than 0"
-            raise _refused(policy, "has no term: nothing would be trained", fix)
+            raise refused(policy, "has no term: nothing would be trained", fix)
         if any(str(term.aggregation or self._keys.aggregation) == "constant" for term in self._summed):
             aggregation.constant_length(self._keys, max_new_tokens)
-        self._passes = _passes(policy, stages, terms, specs)
-        self.outputs = tuple(self._passes.values())
+        self._passes = Passes(policy, stages, terms, specs, scorers or {})
+        self.outputs = tuple(self._passes.outputs.values())
+        moving = {"actor", *(n for n, r in policy.roles.items() if r.update == "shares" and r.init == "actor")}
+        self._moving = frozenset(moving)  # roles whose updates change the actor's weights
 
     async def step(self, step: int, groups: Sequence[Group]) -> dict[str, Metric]:
         """Consume one step's groups. Metrics are (numerator, denominator): `train/…`, and under `rollout/…`
@@ -116,7 +99,7 @@ class Learner:
         batch = collate(self.policy.name, step, groups, self._specs)
         if batch.n_trajectories:
             batch = self._exclude(batch, groups)
-            batch = await self._score(batch)
+            batch = await self._passes.score(batch, groups, self._trainer)
             metrics |= {f"train/{name}": value for name, value in measures.batch_mismatch(batch).items()}
             batch = self._run_stages(batch, metrics)
             metrics |= await self._update(batch)
@@ -141,22 +124,6 @@ class Learner:
             },
             (),
         )
-
-    async def _score(self, batch: Batch) -> Batch:
-        scored = await self._trainer.score(batch, self.outputs) if self.outputs else {}
-        columns: dict[str, Array] = {}
-        specs = []
-        for column, output in self._passes.items():
-            name = _scored_name(output)
-            if name not in scored:
-                raise LearnerError(
-                    f"the backend scored {sorted(scored)}, not {name!r}", fix="return every output that was asked for"
-                )
-            columns[column] = scored[name]
-            help = "scored at the start of the step"
-            own = ColumnSpec(name=column, level=Level.UNIT, dtype="float32", help=help)
-            specs.append(CORE_COLUMNS.get(column, own))
-        return with_finite(batch, columns, specs, "the score pass")
 
     def _run_stages(self, batch: Batch, metrics: dict[str, Metric]) -> Batch:
         reward = batch.columns["reward"]
@@ -220,9 +187,14 @@ class Learner:
         metrics: dict[str, Metric] = {}
         norms: list[float] = []
         skipped = 0
+        waiting = {name for name, role in self.policy.roles.items() if batch.step < role.from_step}
         for update, minibatch in enumerate(aggregation.cut(batch, self.policy.schedule.updates_per_step)):
             ready = aggregation.with_weights(minibatch, self._terms, self._keys, max_new_tokens=self._max_new_tokens)
-            if not any(ready.columns[f"weight.{term.name}"].any() for term in self._summed):
+            for term in self._summed:
+                if term.role in waiting:
+                    ready.columns[f"weight.{term.name}"][:] = 0.0
+            live = {term.role for term in self._summed if ready.columns[f"weight.{term.name}"].any()}
+            if not live:
                 skipped += 1  # a zero denominator: loss 0 and no optimizer step
                 continue
             result = await self._trainer.update(ready)
@@ -236,7 +208,7 @@ class Learner:
                 )
             else:
                 norms.append(float(result.grad_norm))
-        self.changed = bool(norms)
+                self.changed |= bool(live & self._moving)
         found = {f"train/{name}": value for name, value in metrics.items()}
         found["train/skipped_updates"] = (float(skipped), 1.0)
         if norms:
@@ -249,27 +221,23 @@ def _truncated(episode: Episode) -> bool:
     return episode.status == Status.TRUNCATED or any(t.finish == Finish.LENGTH for t in episode.trajectories)
 
 
-def _refused(policy: Policy, what: str, fix: str) -> CombinationError:
-    return CombinationError(f"policy {policy.name!r}: {what}", fix=fix)
-
-
 def _check_stages(policy: Policy, stages: Stages) -> None:
     unknown = sorted(set(stages) - set(PHASES))
     if unknown:
-        raise _refused(policy, f"{unknown[0]!r} holds no stages", "choose from " + ", ".join(PHASES))
+        raise refused(policy, f"{unknown[0]!r} holds no stages", "choose from " + ", ".join(PHASES))
     writer: dict[str, str] = {}
     for phase in PHASES:
         for name, stage in stages.get(phase, ()):
             for spec in stage.gives:
                 where = f"the stage {name!r} ({phase}) writes"
                 if phase == "penalties" and (not spec.name.startswith("reward.") or spec.level != Level.EPISODE):
-                    raise _refused(
+                    raise refused(
                         policy,
                         f"{where} {spec.name!r} per {spec.level}; a penalty writes reward.<name> per episode",
                         "write reward.<name>, or choose the plugin for another field",
                     )
                 if spec.name in writer and spec.name not in MAY_WRITE_AGAIN.get(phase, ()):
-                    raise _refused(
+                    raise refused(
                         policy,
                         f"{where} column {spec.name!r}, which {writer[spec.name]} writes too",
                         "remove one of them, or give them columns of their own",
@@ -278,92 +246,8 @@ def _check_stages(policy: Policy, stages: Stages) -> None:
     given = {spec.name for _, stage in stages.get("reward_kl", ()) for spec in stage.gives}
     advantages = stages.get("advantage", ())
     if given and not any(stage.needs & given for _, stage in advantages):
-        raise _refused(
+        raise refused(
             policy,
             f"reward_kl is set, and the advantage {[name for name, _ in advantages]} does not use it",
             "choose an advantage that does (centred, returns, gae), or use algorithm.kl, a loss",
         )
-
-
-def _passes(
-    policy: Policy, stages: Stages, terms: Sequence[TermInfo], specs: Mapping[str, ColumnSpec]
-) -> dict[str, Output]:
-    """What is scored before the stages, by the column that it becomes: all that parts need and nothing else gives."""
-    parts = [(f"the stage {n!r} ({phase})", stage) for phase in PHASES for n, stage in stages.get(phase, ())]
-    written = {spec.name for _, stage in parts for spec in stage.gives}
-    have = (ROLLOUT_COLUMNS | (set(specs) - set(CORE_COLUMNS))) - written
-    passes: dict[str, Output] = {}
-
-    def need(part: str, columns: frozenset[str]) -> None:
-        for column in sorted(columns - have):
-            if column in written:
-                raise _refused(
-                    policy,
-                    f"{part} needs column {column!r}, which is written only after it",
-                    "choose parts whose phases fit: " + " -> ".join(PHASES),
-                )
-            passes[column] = _output(column, part, policy)
-
-    for part, stage in parts:
-        need(part, stage.needs)
-        have |= {spec.name for spec in stage.gives}
-    for term in terms:
-        need(f"the term {term.name!r}", term.needs)
-        for output in term.outputs:
-            _check_role(policy, f"the term {term.name!r}", output.role)
-    # One update a step needs no pass of its own: there ρ = exp(π − sg π), and π_p is what the update computes.
-    if policy.schedule.updates_per_step > 1 and any(term.weighted for term in terms):
-        passes.setdefault("proximal_logprobs", Output(name="logprobs"))
-    return dict(sorted(passes.items()))
-
-
-def _output(column: str, part: str, policy: Policy) -> Output:
-    """The model output behind a needed column. Raises `CombinationError` where nothing can give it."""
-    if column == "proximal_logprobs":
-        return Output(name="logprobs")
-    if column == "values":
-        return Output(name="values", role="critic" if "critic" in policy.roles else "actor")
-    role, dot, output = column.partition(".")
-    if dot and (role in policy.roles or output in ("logprobs", "values", "topk_ids", "topk_logprobs")):
-        _check_role(policy, part, role)
-        return Output(name=output, role=role)
-    raise _refused(
-        policy,
-        f"{part} needs column {column!r}, and nothing writes it",
-        "add a part or extension that gives it (an advantage stage gives `advantages`)",
-    )
-
-
-def _check_role(policy: Policy, part: str, role: str) -> None:
-    if role not in policy.roles:
-        raise _refused(
-            policy,
-            f"{part} needs the role {role!r}; the run file has {sorted(policy.roles)}",
-            f"add `roles: {{{role}: {{init: actor, update: frozen}}}}`, or set the part's coefficient to 0",
-        )
-
-
-def _scored_name(output: Output) -> str:
-    """The name under which a backend returns an output (`contracts.backend.Backend.score`)."""
-    if output.role != "actor":
-        return f"{output.role}.{output.name}"
-    return "proximal_logprobs" if output.name == "logprobs" else output.name
-
-
-def with_finite(batch: Batch, columns: Mapping[str, Array], specs: Iterable[ColumnSpec], by: str) -> Batch:
-    """The batch with these columns. Raises where a unit column of floats is not finite at a trainable unit."""
-    batch = batch.with_columns(columns, specs)
-    for name in columns:
-        value = batch.columns[name]
-        if batch.specs[name].level != Level.UNIT or value.dtype.kind != "f":
-            continue
-        bad = ~np.isfinite(value).reshape(batch.units, -1).all(axis=1) & batch.columns["trainable"]
-        if bad.any():
-            unit = int(np.flatnonzero(bad)[0])
-            row = int(batch.trajectory_of_unit[unit])
-            raise LearnerError(
-                f"step {batch.step}: {name!r} from {by} is {value[unit]} at token {unit - int(batch.offsets[row])} "
-                f"of trajectory {batch.trajectory_ids[row]!r}",
-                fix="look at that trajectory (`miles show`); an episode without a reward must not be trainable",
-            )
-    return batch

@@ -19,7 +19,6 @@ import numpy as np
 from miles_core.contracts.engine import Completion, Health, PauseMode, Request
 from miles_core.errors import DeadlineError, EngineError, MilesError, QuorumError, clause
 from miles_core.records import Finish, Span, Version
-from miles_core.waits import finish_all
 from miles_core.weights import ServingGate
 
 if TYPE_CHECKING:
@@ -172,10 +171,6 @@ class Pool:
                 self._drop_calls(name)
             member.why = why
         self._wake()
-
-    async def close(self) -> None:
-        """Close every engine, also where one of them fails to; the first failure surfaces."""
-        await finish_all(member.engine.close() for member in self._members.values())
 
     def _drop_calls(self, name: str) -> None:
         for call in self._calls.values():

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from miles_core.config.schema import Policy, RunFile
     from miles_core.contracts.model import ModelSource
     from miles_core.discovery import Catalogue
-    from miles_core.learner import Stages
+    from miles_core.passes import Stages
     from miles_core.wiring import Sources
 
 
@@ -36,6 +36,7 @@ class Parts:
     extensions: tuple[Any, ...]
     stages: Mapping[str, Stages]
     sampling: Mapping[str, SamplingPolicy]  # with renderer, environments and columns
+    scorers: Mapping[str, Any]
 
     @staticmethod
     def build(wiring: Wiring, place: Place) -> Parts:
@@ -55,7 +56,9 @@ class Parts:
                 deadline_s=policy.schedule.episode_deadline_s,
                 rewarded=policy.algorithm.keys.episodes == "sampled",
             )
-        return Parts(extensions=extensions, stages=stages, sampling=sampling)
+        only = next(iter(sampling.values())).renderer if len(sampling) == 1 else None
+        scorers = {key: wiring.build(part, place, renderer=only) for key, part in wiring.run.scorers.items()}
+        return Parts(extensions=extensions, stages=stages, sampling=sampling, scorers=scorers)
 
 
 @dataclass(frozen=True, kw_only=True)

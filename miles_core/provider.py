@@ -78,7 +78,8 @@ class Provider(Generic[ConfigT, ProductT]):
     `name` equals the entry point's name. `config` is a dataclass type. `build(config, context)` imports the heavy part
     inside and returns a plain object that keeps the Protocol of (kind, `context.place`). `requires` and `offers` are
     capabilities, or a function of the config that returns them. `field` says which field of `algorithm` a stage or term
-    may stand in (`advantage`, `loss`, `kl`, …; empty for other kinds).
+    may stand in (`advantage`, `loss`, `kl`, …; empty for other kinds). `explain` is what `miles config
+    show --explain` prints of an algorithm's part or preset: its formula, then the paper, then deviations from it.
     """
 
     name: str
@@ -88,6 +89,7 @@ class Provider(Generic[ConfigT, ProductT]):
     offers: Capabilities = ()
     summary: str = ""
     field: str = ""
+    explain: str = ""
 
     def required(self, config: ConfigT) -> frozenset[str]:
         """The capabilities that this provider needs from its counterpart under `config`."""

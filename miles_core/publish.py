@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from miles_core.contracts.weights import Evidence, Manifest, Receipt
 from miles_core.errors import DeadlineError, WeightError, blamed, clause
 from miles_core.records import Version
-from miles_core.waits import CANCEL_GRACE_S, cancel, finish_all
+from miles_core.waits import CANCEL_GRACE_S, cancel
 
 if TYPE_CHECKING:
     from miles_core.config.schema import SyncKeys
@@ -96,10 +96,6 @@ class Publisher:
             }
             self.on_event("weights_carried", fields)
             return receipts
-
-    async def close(self) -> None:
-        """Close every link; the first failure surfaces."""
-        await finish_all(link.close() for link in self.links.values())
 
     async def _with_retries(self, version: Version, members: tuple[str, ...]) -> dict[str, Receipt]:
         while True:
@@ -252,7 +248,3 @@ class Publishers:
 
     async def publish(self, version: Version, changed: bool = True) -> Mapping[str, Receipt]:
         return await self._publishers[version.policy].publish(version, changed)
-
-    async def close(self) -> None:
-        for publisher in self._publishers.values():
-            await publisher.close()

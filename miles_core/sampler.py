@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import TYPE_CHECKING, Any, cast
@@ -37,7 +37,7 @@ from miles_core.records import (
 )
 from miles_core.seeds import family, generator
 from miles_core.session import STANDARD_COLUMNS, EpisodeFailedError, Session
-from miles_core.waits import cancel
+from miles_core.waits import cancel, close_all
 
 if TYPE_CHECKING:
     from miles_core.contracts.environment import Environment, Scorer
@@ -173,10 +173,8 @@ class Sampler:
                 task.cancel()
 
     async def close(self) -> None:
-        """Cancel what still runs, and close the scorers."""
+        """Cancel what still runs."""
         await self.abort(list(self._running))
-        for scorer in self._scorers.values():
-            await scorer.close()
 
     # --- one episode -------------------------------------------------------------------------------------------------
 
@@ -396,11 +394,13 @@ class RemoteSampler:
 
 
 class SamplerEndpoint:
-    """What a sampler process serves to its `RemoteSampler`: its own sampler, and its own pool of engine clients."""
+    """What a sampler process serves to its `RemoteSampler`: its own sampler, and its own pool of engine clients.
+    `closers` close what both were built from."""
 
-    def __init__(self, sampler: Sampler, pool: Any) -> None:
+    def __init__(self, sampler: Sampler, pool: Any, closers: Iterable[Callable[[], Any]]) -> None:
         self._sampler = sampler
         self._pool = pool
+        self._closers = closers
 
     async def start(self) -> None:
         await self._pool.start()
@@ -415,5 +415,4 @@ class SamplerEndpoint:
         self._pool.follow(state)
 
     async def close(self) -> None:
-        await self._sampler.close()
-        await self._pool.close()
+        await close_all([self._sampler.close, *self._closers])

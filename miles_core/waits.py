@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterable
+import inspect
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
 from miles_core.errors import DeadlineError, StoppedError
@@ -12,6 +13,8 @@ T = TypeVar("T")
 
 #: How long a cancelled side may take to return before the run goes on without it.
 CANCEL_GRACE_S = 10.0
+#: How long one part may take to close; what hangs is left behind.
+CLOSE_TIMEOUT_S = 30.0
 
 
 async def cancel(tasks: Iterable[asyncio.Future[Any]], grace_s: float = CANCEL_GRACE_S) -> None:
@@ -32,6 +35,20 @@ async def finish_all(awaited: Iterable[Awaitable[Any]]) -> None:
     for result in await asyncio.gather(*awaited, return_exceptions=True):
         if isinstance(result, BaseException):
             raise result
+
+
+async def close_all(closers: Iterable[Callable[[], Any]]) -> None:
+    """Every one is closed, in this order; the first failure surfaces."""
+    errors = []
+    for close in closers:
+        try:
+            closing = close()
+            if inspect.isawaitable(closing):
+                await asyncio.wait_for(closing, CLOSE_TIMEOUT_S)
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 async def within(awaited: Awaitable[T], what: str, deadline_s: float) -> T:

@@ -20,7 +20,7 @@ from miles_core.contracts.learning import BoundTerm, Output, TermInfo, UpdateRes
 from miles_core.contracts.model import ModelSource
 from miles_core.discovery import Catalogue, scan
 from miles_core.errors import CapabilityError, MilesError, MissingExtraError
-from miles_core.learner import PHASES
+from miles_core.passes import PHASES
 from miles_core.provider import BuildContext, Place
 from miles_core.seeds import derive
 
@@ -44,7 +44,7 @@ class Wiring:
     catalogue: Catalogue
     run_dir: Path
     sources: Sources
-    built: list[Any] = field(default_factory=list)  # every product, in the order in which they were built
+    built: list[Any] = field(default_factory=list)  # what `closers` close, in the order in which it was built
 
     def payload(self, lock: Mapping[str, Any]) -> dict[str, Any]:
         """Plain data from which `wire` makes the same in another process."""
@@ -79,7 +79,8 @@ class Wiring:
                 f"{part.kind} {part.use!r} ({loaded.distribution} {loaded.version}) cannot be built: {error}",
                 fix=f"pip install {lacking}, or the extra that {loaded.distribution} names for it",
             ) from error
-        self.built.append(product)
+        if part.kind != "tracker":  # closed with the run's status, by whoever reports it
+            self.built.append(product)
         check_product(loaded, place, product)
         return product
 
@@ -92,8 +93,11 @@ class Wiring:
         return [product.close for product in reversed(self.built) if hasattr(product, "close")]
 
     def stages(self, policy: Policy) -> dict[str, list[tuple[str, Any]]]:
-        """Built stages by field, in the order in which they run."""
-        chosen = {phase: [p for p in policy.algorithm.many(phase) if p.kind == "stage"] for phase in PHASES}
+        """Built stages by field, in the order in which they run. One whose own `coef` is 0 is not built."""
+        chosen = {
+            phase: [p for p in policy.algorithm.many(phase) if p.kind == "stage" and getattr(p.options, "coef", 1) != 0]
+            for phase in PHASES
+        }
         return {
             phase: [(p.name, self.build(p, Place.CONTROLLER, policy=policy.name)) for p in parts]
             for phase, parts in chosen.items()
@@ -159,6 +163,8 @@ class TrainerWorker:
         specs: dict[str, dict[str, RoleSpec]] = {name: {} for name in run.policies}
         for policy in run.policies.values():
             for name, role in policy.roles.items():
+                if role.scorer:
+                    continue  # no model of this backend
                 source = wiring.sources[policy.name][name]
                 specs[policy.name][name] = RoleSpec(
                     name=name,
@@ -190,6 +196,7 @@ class TrainerWorker:
                 coef=bound.coef,
                 role=bound.role,
                 dynamic=bound.dynamic,
+                scores=getattr(bound.term, "scores", {}),
                 **{name: getattr(bound.term, name) for name in told},
             )
             for bound in self._terms[policy]

@@ -106,7 +106,8 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RoleConfig:
-    """One entry of `roles`. `init: actor` starts from the actor's weights; `source` from a model of its own."""
+    """One entry of `roles`. `init: actor` starts from the actor's weights; `source` from a model of its own; `scorer`
+    is no model of the backend: an entry of `scorers` gives the role's outputs."""
 
     init: str = opt("", "role whose weights it starts from; empty: `source`")
     source: str = opt("", "model of its own, as model.source; empty: the policy's model")
@@ -114,6 +115,8 @@ class RoleConfig:
     every: int = opt(1, "interval of copy and ema", unit="steps", low=1)
     decay: float = opt(0.0, "decay of ema", low=0, high=1)
     head: str = opt("lm", "`lm` or `value`")
+    scorer: str = opt("", "entry of `scorers` that gives the role's outputs instead of a model")
+    from_step: int = opt(0, "first step that trains it, e.g. after a critic's warm-up", unit="steps", low=0)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
 

@@ -50,8 +50,8 @@ class Backend(Protocol):
     def score(self, batch: Batch, outputs: Sequence[Output]) -> Mapping[str, Array]:
         """Forward without gradient. Column name -> [units, …] on every rank.
 
-        The actor's log-probabilities are named `proximal_logprobs`, its values `values`; other roles' outputs
-        `<role>.<output>`.
+        Each output stands under `Output.column`. `bootstrap_value` is asked per unit: V at the unit, the head's output
+        at its own position.
         """
 
     def update(self, minibatch: Batch, terms: Sequence[BoundTerm]) -> UpdateResult:

@@ -93,8 +93,13 @@ class Scorer(Protocol):
     """Kind `scorer`: teacher, reward model, reference as a service. Called in the episode or in the learner."""
 
     async def score(
-        self, trajectories: Sequence[Trajectory], want: Sequence[str]
+        self, trajectories: Sequence[Trajectory], want: Sequence[str], tasks: Sequence[Task] = ()
     ) -> Mapping[str, Sequence[Array | Ref]]:
-        """Column name -> one array per trajectory."""
+        """Column name -> one array per trajectory.
+
+        `want` are names `<role or scorer>.<column>`; what stands after the last dot says what is wanted: `reward` is a
+        scalar per trajectory, other columns have a row per unit (`logprobs`: 0 at the first token). `tasks[i]` is the
+        task of `trajectories[i]`; empty where the caller has none.
+        """
 
     async def close(self) -> None: ...

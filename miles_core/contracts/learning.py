@@ -29,14 +29,23 @@ TermMask = Literal["kept", "trainable"]
 class Output:
     """Something a model computes per unit: `logprobs`, `entropy`, `values`, `token_logprobs`, `velocity`, …
 
-    `inputs` are columns that it needs beside tokens (`token_logprobs` at the ids of a column). With `grad` false the
-    output is detached; a role that is not trained may be asked inside a micro-batch with `grad=False`.
+    `inputs` are columns that it needs beside tokens (`token_logprobs` at the ids of these columns, side by side). With
+    `grad` false the output is detached; a role that is not trained may be asked inside a micro-batch with
+    `grad=False`. `k` is how many of the most likely tokens `topk_ids` and `topk_logprobs` hold.
     """
 
     name: str
     role: str = "actor"
     inputs: tuple[str, ...] = ()
     grad: bool = False
+    k: int = 0
+
+    @property
+    def column(self) -> str:
+        """The name under which `Backend.score` returns it."""
+        if self.role == "actor" and self.name in ("logprobs", "values", "entropy"):
+            return "proximal_logprobs" if self.name == "logprobs" else self.name
+        return f"{self.role}.{self.name}"
 
 
 LOGPROBS = Output(name="logprobs", grad=True)
@@ -82,7 +91,8 @@ class Term(Protocol):
     """Kind `term`, place `trainer`: a summand of the objective, or (field `correction`) a dynamic weight.
 
     `aggregation` overrides the algorithm's for this term (`None` keeps it). Only the policy term is `weighted`: core
-    multiplies its value by `correction_weight` and by every dynamic weight. `needs` are columns it reads.
+    multiplies its value by `correction_weight` and by every dynamic weight. `needs` are columns it reads. An optional
+    `scores: Mapping[str, Output]` says exactly what must be scored for some of them (see `Stage`).
     """
 
     level: TermLevel
@@ -125,6 +135,7 @@ class TermInfo:
     aggregation: str | None
     outputs: tuple[Output, ...]
     needs: frozenset[str]
+    scores: Mapping[str, Output] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +153,10 @@ class Stage(Protocol):
     `needs` are columns that must exist (they decide the score passes); `gives` are the specs of what it writes. Only
     penalties and corrections may write a column that another writes too: penalties each write their own
     `reward.<name>`; corrections return `correction_weight` (core multiplies) and `rejected` (core ors).
+
+    An optional `scores: Mapping[str, Output]` names, for columns of `needs`, the output that is scored for them; the
+    others are found by their names (`proximal_logprobs`, `values`, `bootstrap_value`, `<role>.<output>`). An output
+    whose `inputs` are scored columns themselves is scored after those.
     """
 
     needs: frozenset[str]

@@ -118,7 +118,7 @@ class ToyBackend:
         for micro in self._micros(batch):
             view = self._view(micro, "score")
             for output in outputs:
-                parts.setdefault(column_of(output), []).append(np.asarray(view.out(output), np.float32))
+                parts.setdefault(output.column, []).append(np.asarray(view.out(output), np.float32))
         return {name: np.concatenate(values) for name, values in parts.items()}
 
     def _micros(self, batch: Batch) -> list[Batch]:
@@ -249,13 +249,6 @@ class ToyBackend:
 
     def close(self) -> None:
         self._roles = {}
-
-
-def column_of(output: Output) -> str:
-    """The column that a scored output becomes."""
-    if output.role == "actor":
-        return "proximal_logprobs" if output.name == "logprobs" else output.name
-    return f"{output.role}.{output.name}"
 
 
 def _trajectory(micro: Batch, unit: int) -> str:

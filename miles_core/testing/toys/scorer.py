@@ -11,7 +11,7 @@ import numpy as np
 from miles_core.errors import CapabilityError
 
 if TYPE_CHECKING:
-    from miles_core.records import Array, Ref, Trajectory
+    from miles_core.records import Array, Ref, Task, Trajectory
 
 
 class UniformScorer:
@@ -22,7 +22,7 @@ class UniformScorer:
         self.closed = False
 
     async def score(
-        self, trajectories: Sequence[Trajectory], want: Sequence[str]
+        self, trajectories: Sequence[Trajectory], want: Sequence[str], tasks: Sequence[Task] = ()
     ) -> Mapping[str, Sequence[Array | Ref]]:
         found: dict[str, list[Array | Ref]] = {}
         for name in want:

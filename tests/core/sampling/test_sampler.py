@@ -372,7 +372,7 @@ def test_samplers_in_workers_follow_the_controllers_gate():
         for _ in range(2):
             pool = Pool({"e0": FakeEngine("e0")})
             sampler, _ = make(Env(), pool.generate, abort_requests=pool.abort)
-            endpoints.append(SamplerEndpoint(sampler, pool))
+            endpoints.append(SamplerEndpoint(sampler, pool, []))
         workers = LocalWorkers(*endpoints)
         remote = RemoteSampler(workers, deadline_s=5.0)
         jobs = [

@@ -261,7 +261,7 @@ class SharesModules(ToyBackend):
     def score(self, batch, outputs):
         found = super().score(batch, [replace(o, role="actor") for o in outputs])
         self.first = getattr(self, "first", found)
-        return {toy.column_of(o): self.first["proximal_logprobs"] for o in outputs}
+        return {o.column: self.first["proximal_logprobs"] for o in outputs}
 
 
 def blend(edit):

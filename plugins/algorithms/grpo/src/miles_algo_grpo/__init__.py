@@ -1,1 +1,1 @@
-"""Group-relative policy gradients: presets `grpo`, `dr_grpo`, `rloo`, with their stages and terms."""
+"""Group-relative policy gradients: presets from `grpo` to `reinforce_pp_baseline`, with their stages, filter, terms."""

@@ -1,6 +1,6 @@
 """Options of the stages and terms. The coefficient of a term is core's (`coef`)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from miles_core.config.schema import opt
@@ -40,6 +40,61 @@ class LeaveOneOutConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BatchConfig:
+    """Stage `batch`: (R − mean) / (std + eps) over the episodes of the step."""
+
+    ddof: int = opt(
+        1, "degrees of freedom taken off in the variance: 1 is the sample's, 0 the population's", low=0, high=1
+    )
+    eps: float = opt(1e-6, "added to the standard deviation", unit="reward", low=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CentredConfig:
+    """Stage `centred`: (R − mean of the group) − reward_kl.coef · kl_t. No options."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReturnsConfig:
+    """Stage `returns`: per-token rewards summed to the right; R stands at the last trainable token."""
+
+    gamma: float = opt(1.0, "discount per trainable token", low=0, high=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhitenConfig:
+    """Stage `whiten`: (A − mean) / √(variance + 1e-8) over all trainable tokens of the step."""
+
+    shift_mean: bool = opt(True, "move the mean to 0; where false it is kept and only the scale changes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardKlConfig:
+    """Stage `reward_kl`: an estimator of KL(π_p‖π_ref) per token, taken off the reward."""
+
+    estimator: Estimator = opt(Estimator.k1, "k1 and k3 are unbiased estimates of the KL")
+    coef: float = opt(0.0, "coefficient; with 0 the stage is not built and needs no role", low=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlongConfig:
+    """Penalty `overlong`: a linear penalty over the last tokens before the longest answer that is allowed."""
+
+    max_length: int | None = opt(None, "L_max; max_new_tokens where null", unit="tokens", low=1)
+    buffer: float | None = opt(None, "L_buf, the length of the slope; a fifth of L_max where null", unit="tokens")
+    penalty: float = opt(1.0, "the whole penalty, reached at L_max", unit="reward", low=0)
+
+    def __post_init__(self) -> None:
+        if self.buffer is not None and not 0 < self.buffer <= (self.max_length or self.buffer):
+            raise ValueError(f"buffer is {self.buffer:g}; it must be above 0 and at most max_length")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicSamplingConfig:
+    """Filter `dynamic_sampling`: keeps a group unless all its rewards are equal. No options."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ClipConfig:
     """Term `clip`: max(−ρA, −clip(ρ, 1 − lo, 1 + hi)A)."""
 
@@ -51,6 +106,15 @@ class ClipConfig:
     def __post_init__(self) -> None:
         if self.dual is not None and not self.dual > 1:
             raise ValueError(f"dual is {self.dual}; it must be above 1, or null for off")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CispoConfig:
+    """Term `cispo`: −sg(clip(ρ, 1 − lo, 1 + hi))·A·π."""
+
+    # No default: the paper tunes it and names no value, so a run file says it.
+    hi: float = field(metadata={"help": "how far the weight may rise above 1", "unit": "", "low": 0, "high": None})
+    lo: float = opt(1.0, "how far the weight may fall below 1; 1.0 is no lower bound", low=0, high=1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,11 @@
-"""Terms of the objective (torch): `clip`, `reinforce`, `kl`, `entropy`. Values per unit, never reduced."""
+"""Terms of the objective (torch): `clip`, `cispo`, `reinforce`, `kl`, `entropy`. Values per unit, never reduced."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from miles_algo_grpo.config import ClipConfig, KlConfig
+from miles_algo_grpo.config import CispoConfig, ClipConfig, KlConfig
 from miles_core.contracts.learning import ENTROPY, LOGPROBS, Output, TermLevel, TermMask, TermOutput, View
 from miles_core.numerics import kl as estimators
 from miles_core.numerics.ratios import clip, ratio, select
@@ -49,6 +49,27 @@ def clip_term(config: ClipConfig) -> UnitTerm:
         if "proximal_logprobs" in view:
             metrics |= {"ratio": rho.detach(), "approx_kl": (proximal - current).detach()}
         return TermOutput(value=clipped.value, metrics=metrics)
+
+    return UnitTerm(formula=formula, weighted=True, needs=frozenset({"advantages"}))
+
+
+def cispo_term(config: CispoConfig) -> UnitTerm:
+    """−sg(clip(ρ, 1 − lo, 1 + hi))·A·π: REINFORCE under a bounded, detached importance weight (arXiv 2506.13585).
+
+    No token loses its gradient. Metrics as `clip`: clip_low, clip_high; with a score pass also ratio and approx_kl.
+    """
+
+    def formula(view: View) -> TermOutput:
+        m = view["trainable"]
+        current = select(m, view.out(LOGPROBS))
+        proximal = select(m, view["proximal_logprobs"])
+        a = select(m, view["advantages"]).detach()
+        rho = ratio(view, current, proximal).detach()
+        weight = rho.clamp(1 - config.lo, 1 + config.hi)
+        metrics = {"clip_low": (rho < 1 - config.lo) & (a < 0), "clip_high": (rho > 1 + config.hi) & (a > 0)}
+        if "proximal_logprobs" in view:
+            metrics |= {"ratio": rho, "approx_kl": (proximal - current).detach()}
+        return TermOutput(value=-weight * a * current, metrics=metrics)
 
     return UnitTerm(formula=formula, weighted=True, needs=frozenset({"advantages"}))
 

@@ -12,6 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+EXPLAIN = """\
+A = R − mean of the group; max(−ρA, −clip(ρ, 0.8, 1.2)A); Σ over all tokens / (answers · L), L = max_new_tokens.
+Paper: Liu et al., Understanding R1-Zero-Like Training, arXiv 2503.20783.
+Deviations: none."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DrGrpoPreset:

@@ -12,6 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+EXPLAIN = """\
+A = R − mean of the others in the group; −A·π; Σ over each answer's tokens, mean over the answers.
+Paper: Ahmadian et al., Back to Basics, arXiv 2402.14740; Kool et al. 2019.
+Deviations: KL is a loss with coefficient 0 unless set, where the paper takes it off the reward."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RlooPreset:

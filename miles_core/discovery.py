@@ -45,8 +45,11 @@ OURS = {
     "miles-backend-fsdp": ("backend:fsdp", "model:causal-lm"),
     "miles-sync-bucketed": ("sync:bucketed",),
     "miles-algo-grpo": (
-        *("algorithm:grpo", "algorithm:dr_grpo", "algorithm:rloo", "stage:group", "stage:leave_one_out"),
-        *("term:clip", "term:reinforce", "term:kl", "term:entropy"),
+        *("algorithm:grpo", "algorithm:dr_grpo", "algorithm:rloo", "algorithm:dapo", "algorithm:gspo"),
+        *("algorithm:cispo", "algorithm:reinforce_pp", "algorithm:reinforce_pp_baseline"),
+        *("stage:group", "stage:leave_one_out", "stage:batch", "stage:centred", "stage:returns", "stage:whiten"),
+        *("stage:reward_kl", "stage:overlong", "filter:dynamic_sampling"),
+        *("term:clip", "term:cispo", "term:reinforce", "term:kl", "term:entropy"),
     ),
     "miles-algo-sft": ("algorithm:sft", "term:sft"),
     "miles-env-arithmetic": ("env:arithmetic",),

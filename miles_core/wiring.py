@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from miles_core.compatibility import check_lock, check_product
 from miles_core.config.compose import from_tree
+from miles_core.config.schema import is_on
 from miles_core.contracts.backend import Backend, RoleSpec
 from miles_core.contracts.learning import BoundTerm, Output, TermInfo, UpdateResult
 from miles_core.contracts.model import ModelSource
@@ -94,10 +95,7 @@ class Wiring:
 
     def stages(self, policy: Policy) -> dict[str, list[tuple[str, Any]]]:
         """Built stages by field, in the order in which they run. One whose own `coef` is 0 is not built."""
-        chosen = {
-            phase: [p for p in policy.algorithm.many(phase) if p.kind == "stage" and getattr(p.options, "coef", 1) != 0]
-            for phase in PHASES
-        }
+        chosen = {phase: [p for p in policy.algorithm.many(phase) if p.kind == "stage" and is_on(p)] for phase in PHASES}
         return {
             phase: [(p.name, self.build(p, Place.CONTROLLER, policy=policy.name)) for p in parts]
             for phase, parts in chosen.items()
@@ -110,7 +108,7 @@ class Wiring:
         for name in TERM_FIELDS:
             for part in policy.algorithm.many(name):
                 dynamic = name == "corrections"
-                if part.kind != "term" or (not dynamic and part.core.coef == 0):
+                if part.kind != "term" or not is_on(part):
                     continue
                 term = self.build(part, Place.TRAINER, policy=policy.name)
                 role = "critic" if name == "value" and "critic" in policy.roles else "actor"

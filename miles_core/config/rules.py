@@ -1,18 +1,25 @@
 """Values that are fine alone and mean nothing together.
 
 `violations` finds them all (for `miles plan`), `check` raises the first. Names such as `group` carry the exact meaning
-of the numerics reference, so that rules may speak of them; a stage of any other name that compares the episodes of one
-group says so with the requirement `siblings`.
+of the numerics reference, so that rules may speak of them. A part of any name says what it needs of the run file by the
+requirements of its provider:
+
+    siblings             several episodes a group
+    aggregation          algorithm.aggregation said by a preset or the user, not left to the default
+    behaviour_logprobs   episodes that an engine sampled
+    preference           demonstrations in pairs, chosen and rejected
+    role:NAME            that role
+    scores_at_ids:NAME   that role as a model of the backend: a scorer is not asked for ids that the trainer chooses
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import PurePath
 
 from miles_core.config.binding import join
-from miles_core.config.schema import OffPolicy, Policy, RunFile
+from miles_core.config.schema import OffPolicy, Part, Policy, RunFile, is_on
 from miles_core.discovery import Catalogue
 from miles_core.errors import CombinationError, ConfigRangeError, MilesError
 
@@ -33,8 +40,10 @@ def violations(run_file: RunFile, catalogue: Catalogue) -> Iterator[MilesError]:
     for message, fix in _ranges(run_file):
         yield ConfigRangeError(message, fix=fix)
     policies = run_file.policies.values()
-    rules = [rule(policy) for policy in policies for rule in (_model, _algorithm, _roles)]
+    rules = [rule(policy) for policy in policies for rule in (_model, _algorithm)]
+    rules += [_roles(policy, run_file.scorers) for policy in policies]
     rules += [rule(policy, catalogue) for policy in policies for rule in (_schedule, _siblings)]
+    rules += [_requirements(policy, run_file, catalogue) for policy in policies]
     for message, fix in chain(*rules, _engines(run_file, catalogue)):
         yield CombinationError(message, fix=fix)
 
@@ -97,8 +106,10 @@ def _schedule(policy: Policy, catalogue: Catalogue) -> Wrong:
     lag = f"{at}.max_staleness is {s.max_staleness}"
     yield from _at_most(f"{at}.publish_every", s.publish_every, s.max_staleness + 1, f"{lag}: tokens would lag more")
     if policy.algorithm.keys.episodes == "demonstrations":
-        if s.group_size != 1:
-            yield f"{at}.group_size is {s.group_size}, but demonstrations are one episode a task", "write 1"
+        pairs = any("preference" in needs for _, needs in _required(policy, catalogue))
+        if s.group_size != 1 + pairs:
+            what = "a pair (chosen, rejected)" if pairs else "one episode"
+            yield f"{at}.group_size is {s.group_size}, but demonstrations are {what} a task", f"write {1 + pairs}"
         if s.max_staleness != 0:
             yield f"{lag}, but demonstrations are not sampled and cannot be stale", "write 0"
     elif s.max_staleness > 0 and s.off_policy is OffPolicy.corrected and not policy.algorithm.many("corrections"):
@@ -119,24 +130,67 @@ def _corrects(kind: str, name: str, catalogue: Catalogue) -> bool:
         return False
 
 
+def _required(policy: Policy, catalogue: Catalogue) -> list[tuple[Part, frozenset[str]]]:
+    """Every part of the algorithm that will be built, with its requirements."""
+    parts = [part for parts in policy.algorithm.parts.values() for part in parts.values() if is_on(part)]
+    return [(part, catalogue.load(part.kind, part.use).provider.required(part.options)) for part in parts]
+
+
 def _siblings(policy: Policy, catalogue: Catalogue) -> Wrong:
     if policy.schedule.group_size > 1 or policy.algorithm.keys.episodes != "sampled":
         return
-    for field, parts in policy.algorithm.parts.items():
-        for part in parts.values():
-            needs = catalogue.load(part.kind, part.use).provider.required(part.options)
-            if "siblings" in needs or (field == "advantage" and part.use in GROUP_BASELINES):
-                at = join(policy.at, "schedule.group_size")
+    baseline = policy.algorithm.one("advantage")
+    for part, needs in _required(policy, catalogue):
+        if "siblings" in needs or (part is baseline and part.use in GROUP_BASELINES):
+            yield (
+                f"{join(policy.at, 'schedule.group_size')} is 1, and {part.at} ({part.use}) compares the episodes of a "
+                "group: nothing to learn",
+                f"write {join(policy.at, 'schedule.group_size')}=8, or choose another {part.at.rpartition('.')[2]}",
+            )
+
+
+def _requirements(policy: Policy, run_file: RunFile, catalogue: Catalogue) -> Wrong:
+    demonstrated = policy.algorithm.keys.episodes == "demonstrations"
+    aggregation = join(policy.at, "algorithm.aggregation")
+    for part, needs in _required(policy, catalogue):
+        this = f"{part.at} ({part.use})"
+        if "aggregation" in needs and run_file.origins.get(aggregation, "default") == "default":
+            yield (
+                f"{this} weighs whole trajectories, and {aggregation} is left to its default",
+                f"write {aggregation}=episode_mean, or token_mean where long answers shall count for more",
+            )
+        if "behaviour_logprobs" in needs and demonstrated:
+            yield (
+                f"{this} compares with what an engine sampled, and demonstrations have no behaviour log-probabilities",
+                f"remove {part.at}, or choose a preset that samples",
+            )
+        if "preference" in needs and not demonstrated:
+            yield (
+                f"{this} learns from pairs of demonstrations, and episodes are sampled",
+                f"write {join(policy.at, 'algorithm.episodes')}=demonstrations",
+            )
+        for need in sorted(needs):
+            what, _, name = need.partition(":")
+            role = policy.roles.get(name)
+            at = join(policy.at, f"roles.{name}")
+            if what in ("role", "scores_at_ids") and role is None:
                 yield (
-                    f"{at} is 1, and {part.at} ({part.use}) compares the episodes of a group: nothing to learn",
-                    f"write {at}=8, or choose another {field}",
+                    f"{this} needs the role {name!r}; roles: {', '.join(policy.roles)}",
+                    f"add {at}: {{init: actor, update: frozen}}, or with a source or a scorer of its own",
+                )
+            elif what == "scores_at_ids" and role is not None and role.scorer:
+                yield (
+                    f"{this} scores ids that the trainer chooses, and {at} is the scorer {role.scorer!r}, which "
+                    "chooses its own",
+                    f"give {at} a source instead of a scorer, or let the role choose the ids (support: {name})",
                 )
 
 
 def _algorithm(policy: Policy) -> Wrong:
     at, algorithm = join(policy.at, "algorithm"), policy.algorithm
     advantage = algorithm.one("advantage")
-    if algorithm.one("reward_kl") and advantage and advantage.use in ("group", "leave_one_out"):
+    reward_kl = algorithm.one("reward_kl")
+    if reward_kl and is_on(reward_kl) and advantage and advantage.use in ("group", "leave_one_out"):
         yield (
             f"{at}.reward_kl is given, and {at}.advantage ({advantage.use}) does not read it",
             f"use {at}.kl (a loss term), or an advantage that takes the KL from the reward",
@@ -148,7 +202,7 @@ def _algorithm(policy: Policy) -> Wrong:
         yield f"{join(policy.at, 'envs')}: every weight is 0, so no task can be drawn", "give one a weight above 0"
 
 
-def _roles(policy: Policy) -> Wrong:
+def _roles(policy: Policy, scorers: Mapping[str, Part]) -> Wrong:
     roles, path = policy.roles, join(policy.at, "roles")
     for name, role in roles.items():
         at = f"{path}.{name}"
@@ -158,6 +212,11 @@ def _roles(policy: Policy) -> Wrong:
             yield f"{at}.init is {role.init!r}, which is no role; roles: {', '.join(roles)}", "name one of them"
         if role.update in ("copy", "ema", "shares", "adapter_off") and not role.init:
             yield f"{at}.update is {role.update.value!r} and {at}.init names no role to follow", "add init: actor"
+        if role.scorer and (role.init or role.source or role.update == "trained"):
+            yield f"{at} is the scorer {role.scorer!r} and a model too", "keep scorer alone, or remove it"
+        if role.scorer and role.scorer not in scorers:
+            known = ", ".join(scorers) or "none"
+            yield f"{at}.scorer is {role.scorer!r}; scorers: {known}", "name one of them, or add it to scorers"
         met = [name]
         while (following := roles[met[-1]].init) in roles:
             met.append(following)

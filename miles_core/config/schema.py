@@ -226,6 +226,11 @@ class Part:
     at: str = ""
 
 
+def is_on(part: Part) -> bool:
+    """Whether this part of an algorithm is built: neither core's coefficient of a term nor a stage's own is 0."""
+    return all(getattr(keys, "coef", 1) != 0 for keys in (part.core, part.options))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
     """The resolved section `algorithm`: a preset is already expanded into its parts."""

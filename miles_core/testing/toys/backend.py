@@ -132,7 +132,8 @@ class ToyBackend:
 
     def update(self, minibatch: Batch, terms: Sequence[BoundTerm]) -> UpdateResult:
         policy = minibatch.policy
-        roles = [self._role(policy, name) for name in sorted({t.role for t in terms if not t.dynamic})]
+        names = sorted({t.role for t in terms if not t.dynamic})
+        roles = [self._role(policy, name) for name in names]
         for role in roles:
             if role.optimizer is None:
                 raise BackendError(
@@ -154,8 +155,9 @@ class ToyBackend:
                     var.grad = None
             return UpdateResult(metrics=metrics, grad_norm=0.0, skipped=skipped)
         square = 0.0
-        for role in roles:
-            square += self._apply(role)
+        for name, role in zip(names, roles, strict=True):
+            if not objective.skip_reason(minibatch, terms, name):
+                square += self._apply(role)
         return UpdateResult(metrics=metrics, grad_norm=float(np.sqrt(square)))
 
     def _apply(self, role: _Role) -> float:

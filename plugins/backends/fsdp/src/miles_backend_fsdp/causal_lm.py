@@ -18,7 +18,7 @@ import torch
 from miles_backend_fsdp import hf_folder, layout, names
 from miles_backend_fsdp.architecture import check_plain, config_of, empty, unverified_module
 from miles_backend_fsdp.attention import Rows
-from miles_backend_fsdp.module import Asked, CausalModule, Kept
+from miles_backend_fsdp.module import DISTRIBUTION, Asked, CausalModule, Kept
 from miles_backend_fsdp.random_weights import fill
 from miles_core.contracts.weights import TensorSpec
 from miles_core.errors import CapabilityError, LearnerError, ModelSourceError
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from miles_core.contracts.model import ModelSource
     from miles_core.records import Array
 
-LM_OUTPUTS = frozenset({"logprobs", "entropy", "token_logprobs"})
+LM_OUTPUTS = frozenset({"logprobs", "entropy"}) | DISTRIBUTION
 VALUE_OUTPUTS = frozenset({"values"})
 WIRE_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 
@@ -130,6 +130,7 @@ class CausalLM:
         if plan.buckets is not None and plan.inverse is not None:
             rows = Rows(tuple(put(bucket) for bucket in plan.buckets), put(plan.inverse))
         asked = _asked(micro, plan, wanted, want, put)
+        _check_ids(asked, module.vocabulary)
         with torch.set_grad_enabled(torch.is_grad_enabled() and any(output.grad for output in want)):
             found = module(put(plan.tokens), put(plan.positions), rows, asked)
             units = put(plan.units)
@@ -192,17 +193,50 @@ def _asked(micro: Batch, plan: layout.Layout, wanted: tuple[str, ...], want: Seq
         if (per_unit != 1).any():
             tempered = put(per_unit)
     kept = _kept(micro, plan.units, trajectory, targets, put)
-    ids = None
-    if "token_logprobs" in wanted:
-        columns = {o.inputs for o in want if o.name == "token_logprobs"}
-        if len(columns) != 1 or len(next(iter(columns))) != 1 or kept is not None:
-            raise CapabilityError(
-                f"token_logprobs needs one column of ids and no kept sets; found {sorted(columns)}, kept sets: "
-                f"{kept is not None}",
-                fix="ask for one column a forward, and sample with top_p 1 and without top_k",
-            )
-        ids = put(micro.columns[next(iter(columns))[0]][plan.units].astype(np.int64))
-    return Asked(wanted, put(plan.predictors), put(targets), tempered, kept, ids)
+    ids, k = _given_ids(micro, plan.units, want), _given_k(want)
+    return Asked(wanted, put(plan.predictors), put(targets), tempered, kept, None if ids is None else put(ids), k)
+
+
+def _given_ids(micro: Batch, units: Array, want: Sequence[Output]) -> Array | None:
+    """int64 [n, m]: the id columns of `inputs`, side by side."""
+    columns = {o.inputs for o in want if o.name == "token_logprobs" or (o.name == "rest_logprobs" and o.inputs)}
+    if not columns:
+        return None
+    if len(columns) > 1 or () in columns:
+        raise CapabilityError(
+            f"causal-lm was asked for token_logprobs and rest_logprobs at the ids of {sorted(columns)} in one forward",
+            fix="name at least one column of ids, and the same ones in every output of a forward",
+        )
+    return np.concatenate(
+        [micro.columns[name][units].astype(np.int64).reshape(len(units), -1) for name in next(iter(columns))], axis=1
+    )
+
+
+def _given_k(want: Sequence[Output]) -> int:
+    """The k of the top-k outputs; 0 where there is none."""
+    asked = [o for o in want if o.name in ("topk_ids", "topk_logprobs") or (o.name == "rest_logprobs" and not o.inputs)]
+    if any(o.k < 1 or o.k != asked[0].k for o in asked):
+        raise CapabilityError(
+            f"causal-lm was asked for {sorted((o.name, o.k) for o in asked)} in one forward",
+            fix="give every top-k output of a forward the same k, at least 1",
+        )
+    return asked[0].k if asked else 0
+
+
+def _check_ids(asked: Asked, vocabulary: int) -> None:
+    if asked.k > vocabulary:
+        raise CapabilityError(
+            f"causal-lm was asked for the {asked.k} most likely of {vocabulary} tokens", fix=f"set k to {vocabulary}"
+        )
+    if (
+        asked.ids is not None
+        and asked.ids.numel()
+        and not (0 <= int(asked.ids.min()) <= int(asked.ids.max()) < vocabulary)
+    ):
+        raise LearnerError(
+            f"token ids from {int(asked.ids.min())} to {int(asked.ids.max())} were asked of a model with {vocabulary}",
+            fix="take the ids from a model with the same vocabulary",
+        )
 
 
 def _kept(micro: Batch, units: Array, trajectory: Array, targets: Array, put: Any) -> Kept | None:

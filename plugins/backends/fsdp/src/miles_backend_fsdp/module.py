@@ -15,6 +15,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from miles_backend_fsdp.attention import Rows
+from miles_core.numerics.distill import ABSENT
+
+#: Outputs that need log-probabilities of tokens other than the one that stands there.
+DISTRIBUTION = frozenset({"token_logprobs", "topk_ids", "topk_logprobs", "rest_logprobs"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,8 @@ class Asked:
     """What the head computes at n needed units.
 
     `predictors` int64 [n] into the flattened grid; `targets` int64 [n]; `temperature` float32 [n] or `None` for 1;
-    `kept` or `None` where no unit has a kept set; `ids` int64 [n, k] for `token_logprobs`.
+    `kept` or `None` where no unit has a kept set; `ids` int64 [n, m] for `token_logprobs` and `rest_logprobs`; `k` for
+    `topk_ids` and `topk_logprobs`, and for `rest_logprobs` where there are no `ids`.
     """
 
     names: tuple[str, ...]
@@ -44,6 +49,7 @@ class Asked:
     temperature: Tensor | None = None
     kept: Kept | None = None
     ids: Tensor | None = None
+    k: int = 0
 
 
 class CausalModule(nn.Module):
@@ -59,7 +65,7 @@ class CausalModule(nn.Module):
             lm.lm_head = nn.Identity()
 
     def forward(self, tokens: Tensor, positions: Tensor, rows: Rows | None, asked: Asked) -> dict[str, Tensor]:
-        """Name -> [n] (`token_logprobs`: [n, k]), float32."""
+        """Name -> [n], float32; `token_logprobs` [n, m], `topk_logprobs` [n, k], `topk_ids` int32 [n, k]."""
         hidden = self.lm.model(input_ids=tokens, position_ids=positions, use_cache=False, miles_rows=rows)[0]
         hidden = hidden.reshape(-1, hidden.shape[-1]).index_select(0, asked.predictors)
         if self.value is not None:
@@ -92,8 +98,8 @@ class CausalModule(nn.Module):
                 found["logprobs"] = -functional.cross_entropy(logits, asked.targets, reduction="none")
         if full is not None and "entropy" in asked.names:
             found["entropy"] = -(full.exp() * full).sum(-1)
-        if full is not None and asked.ids is not None:
-            found["token_logprobs"] = full.gather(1, asked.ids)
+        if full is not None and DISTRIBUTION & set(asked.names):
+            found |= _distribution(full if asked.kept is None else _cut(logits, asked.kept), asked)
         return found
 
 
@@ -114,7 +120,32 @@ def _slice(asked: Asked, start: int, end: int) -> Asked:
         None if asked.temperature is None else asked.temperature[start:end],
         kept,
         None if asked.ids is None else asked.ids[start:end],
+        asked.k,
     )
+
+
+def _cut(logits: Tensor, kept: Kept) -> Tensor:
+    """[n, vocabulary]: log-softmax over each unit's kept set, `ABSENT` outside it."""
+    outside = kept.has[:, None].expand_as(logits).clone()
+    outside[kept.row, kept.ids] = False
+    return functional.log_softmax(logits.masked_fill(outside, ABSENT), -1).masked_fill(outside, ABSENT)
+
+
+def _distribution(full: Tensor, asked: Asked) -> dict[str, Tensor]:
+    """What of the whole distribution is asked for: at given ids, at the most likely ones, and outside of either."""
+    found: dict[str, Tensor] = {}
+    top = full.detach().topk(asked.k, -1).indices if asked.k else None
+    ids = asked.ids if asked.ids is not None else top
+    if "topk_ids" in asked.names and top is not None:
+        found["topk_ids"] = top.int()
+    if "topk_logprobs" in asked.names and top is not None:
+        found["topk_logprobs"] = full.gather(1, top)
+    if "token_logprobs" in asked.names and asked.ids is not None:
+        found["token_logprobs"] = full.gather(1, asked.ids)
+    if "rest_logprobs" in asked.names and ids is not None:
+        # The mass of the others summed up itself: 1 − Σ p would be rounding noise where the rest is small.
+        found["rest_logprobs"] = torch.logsumexp(full.scatter(1, ids, ABSENT), -1)
+    return found
 
 
 def _kept_logprobs(logits: Tensor, targets: Tensor, kept: Kept) -> Tensor:

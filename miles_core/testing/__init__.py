@@ -12,16 +12,17 @@ if TYPE_CHECKING:
     from miles_core.testing.runner import run_suite
     from miles_core.testing.suite import CheckError, Conformance, Result, minimal_context
     from miles_core.testing.suites.backend import BackendConformance
+    from miles_core.testing.suites.corrections import CorrectionConformance, DynamicWeightConformance
     from miles_core.testing.suites.engine import EngineConformance
     from miles_core.testing.suites.environment import EnvironmentConformance, ScorerConformance
     from miles_core.testing.suites.extension import ExtensionConformance
     from miles_core.testing.suites.launcher import LauncherConformance, TrackerConformance
     from miles_core.testing.suites.model import ModelConformance, ResolverConformance
+    from miles_core.testing.suites.pairs import PairConformance
     from miles_core.testing.suites.parts import FilterConformance, PresetConformance
     from miles_core.testing.suites.rendering import RendererConformance, TokenizerConformance
     from miles_core.testing.suites.stages import (
         AdvantageConformance,
-        CorrectionConformance,
         DistillConformance,
         PenaltyConformance,
         RewardKLConformance,
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
         WhitenConformance,
     )
     from miles_core.testing.suites.terms import (
-        DynamicWeightConformance,
         EntropyConformance,
         KLConformance,
         LossConformance,
@@ -53,18 +53,19 @@ _WHERE = {
     "TrackerConformance": "suites.launcher",
     "ModelConformance": "suites.model",
     "ResolverConformance": "suites.model",
+    "PairConformance": "suites.pairs",
     "FilterConformance": "suites.parts",
     "PresetConformance": "suites.parts",
     "RendererConformance": "suites.rendering",
     "TokenizerConformance": "suites.rendering",
     "AdvantageConformance": "suites.stages",
-    "CorrectionConformance": "suites.stages",
+    "CorrectionConformance": "suites.corrections",
     "DistillConformance": "suites.stages",
     "PenaltyConformance": "suites.stages",
     "RewardKLConformance": "suites.stages",
     "StageConformance": "suites.stages",
     "WhitenConformance": "suites.stages",
-    "DynamicWeightConformance": "suites.terms",
+    "DynamicWeightConformance": "suites.corrections",
     "EntropyConformance": "suites.terms",
     "KLConformance": "suites.terms",
     "LossConformance": "suites.terms",
@@ -90,6 +91,7 @@ __all__ = [
     "LauncherConformance",
     "LossConformance",
     "ModelConformance",
+    "PairConformance",
     "PenaltyConformance",
     "PresetConformance",
     "RendererConformance",

@@ -14,6 +14,7 @@ import numpy as np
 from miles_core.columns import CORE_COLUMNS, Batch, ColumnSpec, Level
 from miles_core.contracts.learning import BoundTerm, Output, TermOutput
 from miles_core.provider import Place
+from miles_core.records import Group
 from miles_core.testing.suite import Conformance, check
 from miles_core.testing.suites import batches
 from miles_core.testing.toys.autodiff import Var, value_of
@@ -128,8 +129,12 @@ class TermConformance(Conformance):
         column = rng.standard_normal(batch.rows(spec.level))
         return batch.with_columns({name: -np.abs(column) if name.endswith("logprobs") else column}, [spec])
 
+    def groups(self) -> list[Group]:
+        """What the term is tried on."""
+        return batches.groups()
+
     def batch(self) -> Batch:
-        batch = batches.batch_of(batches.groups())
+        batch = batches.batch_of(self.groups())
         rng = np.random.default_rng(8)
         proximal = -np.abs(rng.standard_normal(batch.units)).astype(np.float32)
         given = {"proximal_logprobs": proximal, "behaviour_logprobs": proximal}
@@ -332,21 +337,3 @@ class ValueConformance(TermConformance):
         check("a value term trains the output values", ("values", True) in outputs, outputs)
         value = library.numbers(self.term()(self.view(library, batch, self.leaves(library, batch))).value)
         check("an error is never below 0", bool((value[batch.columns["trainable"]] >= 0).all()), value)
-
-
-class DynamicWeightConformance(TermConformance):
-    """Field `correction`, as a term: a detached weight for each unit."""
-
-    field = "correction"
-
-    def test_weights(self) -> None:
-        library, batch = self.library(), self.batch()
-        value = self.term()(self.view(library, batch, self.leaves(library, batch))).value
-        check("a dynamic weight is detached", not library.attached(value), value)
-        numbers = library.numbers(value)[batch.columns["trainable"]]
-        sane = bool(np.isfinite(numbers).all() and (numbers >= 0).all())
-        check("weights are finite and at least 0", sane, numbers)
-        same = batch.columns["proximal_logprobs"].astype(np.float64)
-        leaves = {o: library.leaf(same) for o in self.term().outputs}
-        numbers = library.numbers(self.term()(self.view(library, batch, leaves)).value)[batch.columns["trainable"]]
-        check("on-policy tokens weigh 1", np.allclose(numbers, 1.0, atol=1e-6), numbers)

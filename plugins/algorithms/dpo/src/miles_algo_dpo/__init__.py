@@ -1,0 +1,1 @@
+"""Direct preference optimisation: preset and term `dpo`."""

@@ -1,0 +1,1 @@
+"""PPO with a critic: preset `ppo`, stage `gae`, term `value`."""

@@ -51,6 +51,8 @@ OURS = {
         *("stage:reward_kl", "stage:overlong", "filter:dynamic_sampling"),
         *("term:clip", "term:cispo", "term:reinforce", "term:kl", "term:entropy"),
     ),
+    "miles-algo-ppo": ("algorithm:ppo", "stage:gae", "term:value"),
+    "miles-algo-dpo": ("algorithm:dpo", "term:dpo"),
     "miles-algo-sft": ("algorithm:sft", "term:sft"),
     "miles-env-arithmetic": ("env:arithmetic",),
     "miles-env-jsonl": ("env:jsonl",),

@@ -95,12 +95,13 @@ class Wiring:
 
     def stages(self, policy: Policy) -> dict[str, list[tuple[str, Any]]]:
         """Built stages by field, in the order in which they run. One whose own `coef` is 0 is not built."""
-        chosen = {phase: [p for p in policy.algorithm.many(phase) if p.kind == "stage" and is_on(p)] for phase in PHASES}
-        return {
-            phase: [(p.name, self.build(p, Place.CONTROLLER, policy=policy.name)) for p in parts]
-            for phase, parts in chosen.items()
-            if parts
-        }
+        found: dict[str, list[tuple[str, Any]]] = {}
+        for phase in PHASES:
+            for part in policy.algorithm.many(phase):
+                if part.kind == "stage" and is_on(part):
+                    built = self.build(part, Place.CONTROLLER, policy=policy.name)
+                    found.setdefault(phase, []).append((part.name, built))
+        return found
 
     def terms(self, policy: Policy) -> tuple[BoundTerm, ...]:
         """Built terms of the actor's objective. A term whose coefficient is 0 is not built and needs no role."""

@@ -18,13 +18,17 @@ app = typer.Typer(help="What a run file means, and what may stand in one.", no_a
 def show(
     file: Annotated[Path, typer.Argument(help="a run file, or a run directory")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, e.g. schedule.max_staleness=2")] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="the objective: formulas, papers, every constant")] = False,
 ) -> None:
     """Print every resolved value with its origin: default, preset, file, extension or command line."""
+    from miles_core.cli.explain import explained
     from miles_core.config.compose import load, reload
+    from miles_core.discovery import scan
     from miles_core.run import annotated_yaml
 
     run_file = (reload if file.is_dir() else load)(file, tuple(overrides or ()))
-    print("\n".join(annotated_yaml(run_file.tree, run_file.origins)))
+    lines = explained(run_file, scan()) if explain else annotated_yaml(run_file.tree, run_file.origins)
+    print("\n".join(lines))
 
 
 @app.command()

@@ -24,6 +24,9 @@ from miles_core.testing.toys.table import (
     initial_weights,
     log_softmax,
     pick_logprobs,
+    rest_logprobs,
+    token_logprobs,
+    top_ids,
 )
 
 if TYPE_CHECKING:
@@ -73,13 +76,24 @@ class ToyAdapter:
                 if scaled is None:
                     temperature = np.asarray(micro.per_unit("temperature"), np.float64)
                     scaled = module.logits(ctx) / np.where(temperature > 0, temperature, 1.0)[:, None]
+                keep = keep_mask(micro, tokens, module.vocab_size)
                 if output.name == "logprobs":
-                    result = pick_logprobs(scaled, tokens, keep_mask(micro, tokens, module.vocab_size)) * ~first
+                    result = pick_logprobs(scaled, tokens, keep) * ~first
                 elif output.name == "entropy":
                     result = entropy_of(scaled) * ~first
+                elif output.name in ("topk_ids", "topk_logprobs", "token_logprobs", "rest_logprobs"):
+                    ids = _ids_of(output, micro, scaled.value, keep)
+                    if output.name == "topk_ids":
+                        found[output.name] = np.where(first[:, None], 0, ids).astype(np.int32)
+                        continue
+                    if output.name == "rest_logprobs":
+                        result = rest_logprobs(scaled, ids, keep) * ~first
+                    else:
+                        result = token_logprobs(scaled, ids, keep) * ~first[:, None]
                 else:
                     raise CapabilityError(
-                        f"the toy adapter has no output {output.name!r}; it has logprobs, entropy and values",
+                        f"the toy adapter has no output {output.name!r}; it has logprobs, entropy, values, topk_ids, "
+                        "topk_logprobs, token_logprobs and rest_logprobs",
                         fix="choose a part that needs none of the others",
                     )
             rounded = Var(result.value.astype(np.float32), [(result, lambda g: g)])
@@ -92,6 +106,20 @@ class ToyAdapter:
 
     def save_config(self, module: ToyModel, folder: Path) -> None:
         (folder / "config.json").write_text(json.dumps(module.config, indent=1, sort_keys=True), encoding="utf-8")
+
+
+def _ids_of(output: Output, micro: Batch, scaled: Array, keep: Array) -> Array:
+    """int64 [units, m]: the ids that an output speaks of: those of its columns, or the k most likely ones."""
+    if output.inputs:
+        return np.concatenate(
+            [micro.columns[n].reshape(micro.units, -1) for n in output.inputs], axis=1, dtype=np.int64
+        )
+    if not 1 <= output.k <= scaled.shape[1]:
+        raise CapabilityError(
+            f"the toy adapter was asked for {output.name!r} with k={output.k} of {scaled.shape[1]} tokens",
+            fix="give a k from 1 to the size of the vocabulary, or columns of ids",
+        )
+    return top_ids(scaled, keep, output.k)
 
 
 def keep_mask(micro: Batch, tokens: Array, vocab_size: int) -> Array:

@@ -118,7 +118,9 @@ class ToyBackend:
         for micro in self._micros(batch):
             view = self._view(micro, "score")
             for output in outputs:
-                parts.setdefault(output.column, []).append(np.asarray(view.out(output), np.float32))
+                value = np.asarray(view.out(output))
+                dtype = np.int32 if value.dtype.kind == "i" else np.float32
+                parts.setdefault(output.column, []).append(value.astype(dtype))
         return {name: np.concatenate(values) for name, values in parts.items()}
 
     def _micros(self, batch: Batch) -> list[Batch]:

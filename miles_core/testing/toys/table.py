@@ -17,6 +17,9 @@ from miles_core.testing.toys.autodiff import Var
 
 Array = np.ndarray[Any, Any]
 
+#: As `numerics.distill.ABSENT`, which needs torch.
+ABSENT = -1e30
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX2 = np.uint64(0x94D049BB133111EB)
@@ -133,6 +136,36 @@ def pick_logprobs(scaled: Var, ids: Array, keep: Array) -> Var:
         return grad
 
     return Var(logp[at, ids], [(scaled, back)])
+
+
+def token_logprobs(scaled: Var, ids: Array, keep: Array) -> Var:
+    """[units, m]: log-probabilities of `ids` [units, m] under softmax over `keep`; `ABSENT` outside it."""
+    logp = np.maximum(log_softmax(scaled.value, keep), ABSENT)
+    at = np.arange(len(ids))[:, None]
+
+    def back(g: Array) -> Array:
+        g = np.where(logp[at, ids] > ABSENT, g, 0.0)
+        grad = -np.exp(logp) * g.sum(axis=1, keepdims=True)
+        np.add.at(grad, (at, ids), g)
+        return np.asarray(grad)
+
+    return Var(logp[at, ids], [(scaled, back)])
+
+
+def rest_logprobs(scaled: Var, ids: Array, keep: Array) -> Var:
+    """[units]: log of the mass of all ids but these, `ABSENT` where there is none."""
+    logp = np.maximum(log_softmax(scaled.value, keep), ABSENT)
+    others = logp.copy()
+    others[np.arange(len(ids))[:, None], ids] = ABSENT
+    top = others.max(axis=1)
+    rest = np.maximum(top + np.log(np.exp(others - top[:, None]).sum(axis=1)), ABSENT)
+    share = np.where((rest > ABSENT)[:, None], np.exp(others - rest[:, None]), np.exp(logp))
+    return Var(rest, [(scaled, lambda g: g[:, None] * (share - np.exp(logp)))])
+
+
+def top_ids(logits: Array, keep: Array, k: int) -> Array:
+    """int64 [units, k]: the most likely ids, most likely first; ties go to the lower id."""
+    return np.argsort(-np.where(keep, logits, -np.inf), axis=1, kind="stable")[:, :k]
 
 
 def entropy_of(scaled: Var) -> Var:

@@ -149,8 +149,8 @@ class FsdpBackend:
                 if not len(index):
                     continue
                 for asked in outputs:
-                    value = view.out(asked).float().cpu().numpy()
-                    column = found.setdefault(_column(asked), np.zeros((batch.units, *value.shape[1:]), np.float32))
+                    value = _numbers(view.out(asked))
+                    column = found.setdefault(asked.column, np.zeros((batch.units, *value.shape[1:]), value.dtype))
                     column[_units(batch, index)] = value
         for name in wanted:
             self._role(batch.policy, name).settle()
@@ -168,9 +168,8 @@ class FsdpBackend:
     def _gather(self, batch: Batch, outputs: Sequence[Output], found: dict[str, Array]) -> None:
         """Every unit was computed on one rank and is 0 elsewhere: the sum is exact."""
         for asked in outputs:
-            name = _column(asked)
-            inner = batch.columns[asked.inputs[0]].shape[1:] if asked.name == "token_logprobs" else ()
-            whole = torch.from_numpy(found.get(name, np.zeros((batch.units, *inner), np.float32))).to(self._device)
+            name = asked.column
+            whole = torch.from_numpy(found.get(name, _nothing_of(asked, batch))).to(self._device)
             dist.all_reduce(whole)
             found[name] = whole.cpu().numpy()
 
@@ -348,13 +347,19 @@ def _own(role: str, metric: str) -> str:
     return metric if role == "actor" else f"{role}.{metric}"
 
 
-def _column(output: Output) -> str:
-    """The column that a scored output becomes."""
-    if output.name == "values" and output.role in ("actor", "critic"):
-        return "values"
-    if output.role == "actor":
-        return "proximal_logprobs" if output.name == "logprobs" else output.name
-    return f"{output.role}.{output.name}"
+def _numbers(value: Tensor) -> Array:
+    """float32, or int32 where the output is ids."""
+    return (value.float() if value.is_floating_point() else value.int()).cpu().numpy()
+
+
+def _nothing_of(asked: Output, batch: Batch) -> Array:
+    """The column of a rank that computed no unit of it."""
+    inner: tuple[int, ...] = ()
+    if asked.name in ("topk_ids", "topk_logprobs"):
+        inner = (asked.k,)
+    elif asked.name == "token_logprobs":
+        inner = (sum(batch.columns[name].reshape(batch.units, -1).shape[1] for name in asked.inputs),)
+    return np.zeros((batch.units, *inner), np.int32 if asked.name == "topk_ids" else np.float32)
 
 
 def _units(batch: Batch, index: Array) -> Any:

@@ -56,6 +56,7 @@ OURS = {
     "miles-algo-sft": ("algorithm:sft", "term:sft"),
     "miles-env-arithmetic": ("env:arithmetic",),
     "miles-env-jsonl": ("env:jsonl",),
+    "miles-model-gguf": ("model:.gguf", "model:gguf:"),
 }
 
 

@@ -351,7 +351,7 @@ def test_actor_and_critic_are_trained_in_one_pass_with_their_own_optimizers(dtyp
         trunk["lm.model.layers.0.mlp.up_proj.weight"], weights(backend)["lm.model.layers.0.mlp.up_proj.weight"]
     )
     batch = batch_of(random_groups(7))
-    assert set(backend.score(batch, [VALUES])) == {"values"}
+    assert set(backend.score(batch, [VALUES])) == {VALUES.column} == {"critic.values"}
     alone = make_backend(config=FsdpConfig(dtype=dtype))
     terms = [bound(), bound(ValueLoss(), "other", 0.5, "critic")]
     losses = []

@@ -255,31 +255,3 @@ class DistillConformance(StageConformance):
         found = np.asarray(self.call(batch).columns["advantages"])[live]
         near = np.allclose(found, batch.columns["advantages"][live], atol=1e-6)
         check("a teacher that agrees changes no advantage", near, found)
-
-
-class CorrectionConformance(StageConformance):
-    """Field `correction`, static: weights and rejections from π_p and π_b."""
-
-    field = "correction"
-
-    def test_on_policy(self) -> None:
-        batch = self.batch()
-        batch = batch.with_columns({"behaviour_logprobs": batch.columns["proximal_logprobs"]}, ())
-        found = self.call(batch).columns
-        live = batch.columns["trainable"]
-        if "correction_weight" in found:
-            weight = np.asarray(found["correction_weight"])[live]
-            check("on-policy tokens weigh 1", np.allclose(weight, 1.0, atol=1e-5), weight)
-        if "rejected" in found:
-            rejected = np.asarray(found["rejected"])[live]
-            check("on-policy tokens are not rejected", not rejected.any(), rejected)
-
-    def test_bounds(self) -> None:
-        batch = self.batch()
-        far = batch.columns["proximal_logprobs"] - 60.0 * batch.columns["trainable"]
-        batch = batch.with_columns({"behaviour_logprobs": far.astype(np.float32)}, ())
-        found = self.call(batch).columns
-        if "correction_weight" in found:
-            weight = np.asarray(found["correction_weight"])[batch.columns["trainable"]]
-            sane = bool(np.isfinite(weight).all() and (weight >= 0).all())
-            check("weights stay finite and at least 0, however far apart", sane, weight)

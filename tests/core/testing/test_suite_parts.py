@@ -10,9 +10,7 @@ from miles_core.columns import ColumnSpec, Level
 from miles_core.contracts.learning import ENTROPY, LOGPROBS, Output, TermOutput
 from miles_core.testing import (
     AdvantageConformance,
-    CorrectionConformance,
     DistillConformance,
-    DynamicWeightConformance,
     EntropyConformance,
     FilterConformance,
     KLConformance,
@@ -172,28 +170,7 @@ STAGE_TABLE = {
             lambda b, n, c: c + np.float32(0.1), DistillConformance, parts.Distill
         ),
     },
-    CorrectionConformance: {
-        "on-policy tokens weigh 1": columns(
-            lambda b, n, c: c * np.float32(0.5), CorrectionConformance, parts.Correction
-        ),
-        "on-policy tokens are not rejected": broken_suite(
-            CorrectionConformance,
-            plugin(
-                lambda config, context: RejectsAll(StageConfig(reject=True)),
-                field="correction",
-            ),
-        ),
-        "weights stay finite and at least 0, however far apart": columns(
-            lambda b, n, c: np.where(c > 1.9, -1.0, c).astype(np.float32), CorrectionConformance, parts.Correction
-        ),
-    },
 }
-
-
-class RejectsAll(parts.Correction):
-    def __call__(self, batch, rng):
-        found = super().__call__(batch, rng)
-        return replace(found, columns={**found.columns, "rejected": batch.columns["trainable"]})
 
 
 STAGE_BASE = own_labels(PenaltyConformance) - {"a penalty writes reward.<name> per episode"}
@@ -302,19 +279,6 @@ TERM_TABLE = {
     ValueConformance: {
         "a value term trains the output values": term(ValueConformance, parts.Supervised, weighted=False),
         "an error is never below 0": value(lambda view, found: -found, ValueConformance, parts.Value),
-    },
-    DynamicWeightConformance: {
-        "a dynamic weight is detached": term(
-            DynamicWeightConformance,
-            parts.Weight,
-            __call__=lambda self, view: TermOutput(
-                value=np.exp(view.out(LOGPROBS) - value_of(view["proximal_logprobs"]))
-            ),
-        ),
-        "weights are finite and at least 0": value(
-            lambda view, found: found - 2.0, DynamicWeightConformance, parts.Weight
-        ),
-        "on-policy tokens weigh 1": value(lambda view, found: found * 0.5, DynamicWeightConformance, parts.Weight),
     },
 }
 TERM_BASE = set(TERM_TABLE[LossConformance]) - {
@@ -425,14 +389,6 @@ def test_toy_presets_pass(name):
 
 def test_the_toy_filter_passes():
     assert not failures("filter", "toy")
-
-
-def test_a_rejecting_correction_passes():
-    class Rejecting(CorrectionConformance):
-        name = "toy-correction"
-        options = {"reject": True}  # noqa: RUF012
-
-    assert all(r.passed for r in run_class(Rejecting))
 
 
 def test_outputs_compare_by_value():

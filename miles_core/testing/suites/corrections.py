@@ -213,7 +213,7 @@ class DynamicWeightConformance(TermConformance):
         numbers = self.seen(library, batch, {o: library.leaf(same) for o in self.term().outputs})
         check("on-policy tokens weigh 1", np.allclose(numbers, 1.0, atol=1e-6), numbers)
 
-    def test_extremes(self) -> None:
+    def test_far_apart(self) -> None:
         library, batch = self.library(), self.batch()
         moved = False
         for sign in (1.0, -1.0):

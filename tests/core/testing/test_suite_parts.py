@@ -21,9 +21,8 @@ from miles_core.testing import (
     ValueConformance,
     WhitenConformance,
 )
-from miles_core.testing.suite import run_class
 from miles_core.testing.toys import parts
-from miles_core.testing.toys.autodiff import Var, value_of
+from miles_core.testing.toys.autodiff import Var
 from miles_core.testing.toys.config import StageConfig, TermConfig
 from miles_core.testing.toys.plugin import STAGES, TERMS
 

@@ -20,6 +20,7 @@ from miles_core.config.layers import (
     unwrap,
     use_of,
 )
+from miles_core.config.rules import required
 from miles_core.config.schema import Algorithm, Part, Policy, RoleConfig, RunFile
 from miles_core.discovery import Catalogue, Loaded
 from miles_core.errors import CombinationError, ConfigError, MilesError, PluginContractError
@@ -93,8 +94,9 @@ class Binder:
             check_keys(".".join(prefix), scope, ("share", *POLICY_KEYS))
             share = self.bound(schema.PolicyKeys, {k: v for k, v in scope.items() if k == "share"}, prefix).share
         algorithm = self.algorithm(scope, *prefix, "algorithm")
-        if algorithm.keys.episodes == "demonstrations":  # one reference answer a task, unless the file says otherwise
-            scope = layers.merge({"schedule": {"group_size": Leaf(1, "default")}}, scope)
+        if algorithm.keys.episodes == "demonstrations":  # one reference answer a task, or one pair of them
+            pairs = any("preference" in needs for _, needs in required(algorithm, self.catalogue))
+            scope = layers.merge({"schedule": {"group_size": Leaf(1 + pairs, "default")}}, scope)
         scope = layers.merge({"renderer": {"use": Leaf("text", "default")}}, scope)
         envs = self.one_or_many(scope, (*prefix, "env"), (*prefix, "envs"))
         if not envs:

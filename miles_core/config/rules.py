@@ -19,7 +19,7 @@ from itertools import chain
 from pathlib import PurePath
 
 from miles_core.config.binding import join
-from miles_core.config.schema import OffPolicy, Part, Policy, RunFile, is_on
+from miles_core.config.schema import Algorithm, OffPolicy, Part, Policy, RunFile, is_on
 from miles_core.discovery import Catalogue
 from miles_core.errors import CombinationError, ConfigRangeError, MilesError
 
@@ -106,7 +106,7 @@ def _schedule(policy: Policy, catalogue: Catalogue) -> Wrong:
     lag = f"{at}.max_staleness is {s.max_staleness}"
     yield from _at_most(f"{at}.publish_every", s.publish_every, s.max_staleness + 1, f"{lag}: tokens would lag more")
     if policy.algorithm.keys.episodes == "demonstrations":
-        pairs = any("preference" in needs for _, needs in _required(policy, catalogue))
+        pairs = any("preference" in needs for _, needs in required(policy.algorithm, catalogue))
         if s.group_size != 1 + pairs:
             what = "a pair (chosen, rejected)" if pairs else "one episode"
             yield f"{at}.group_size is {s.group_size}, but demonstrations are {what} a task", f"write {1 + pairs}"
@@ -130,9 +130,9 @@ def _corrects(kind: str, name: str, catalogue: Catalogue) -> bool:
         return False
 
 
-def _required(policy: Policy, catalogue: Catalogue) -> list[tuple[Part, frozenset[str]]]:
+def required(algorithm: Algorithm, catalogue: Catalogue) -> list[tuple[Part, frozenset[str]]]:
     """Every part of the algorithm that will be built, with its requirements."""
-    parts = [part for parts in policy.algorithm.parts.values() for part in parts.values() if is_on(part)]
+    parts = [part for parts in algorithm.parts.values() for part in parts.values() if is_on(part)]
     return [(part, catalogue.load(part.kind, part.use).provider.required(part.options)) for part in parts]
 
 
@@ -140,7 +140,7 @@ def _siblings(policy: Policy, catalogue: Catalogue) -> Wrong:
     if policy.schedule.group_size > 1 or policy.algorithm.keys.episodes != "sampled":
         return
     baseline = policy.algorithm.one("advantage")
-    for part, needs in _required(policy, catalogue):
+    for part, needs in required(policy.algorithm, catalogue):
         if "siblings" in needs or (part is baseline and part.use in GROUP_BASELINES):
             yield (
                 f"{join(policy.at, 'schedule.group_size')} is 1, and {part.at} ({part.use}) compares the episodes of a "
@@ -152,7 +152,7 @@ def _siblings(policy: Policy, catalogue: Catalogue) -> Wrong:
 def _requirements(policy: Policy, run_file: RunFile, catalogue: Catalogue) -> Wrong:
     demonstrated = policy.algorithm.keys.episodes == "demonstrations"
     aggregation = join(policy.at, "algorithm.aggregation")
-    for part, needs in _required(policy, catalogue):
+    for part, needs in required(policy.algorithm, catalogue):
         this = f"{part.at} ({part.use})"
         if "aggregation" in needs and run_file.origins.get(aggregation, "default") == "default":
             yield (

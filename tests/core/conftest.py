@@ -106,10 +106,12 @@ def miles_env():
 def miles_model():
     return Provider(name="causal-lm", config=Nothing, build=build)
 
+EXPLAIN = "(R − mean of the group) / (std + eps)\\nPaper: one."
+
 @hookimpl
 def miles_stage():
     return [
-        Provider(name="group", config=Group, build=build, field="advantage"),
+        Provider(name="group", config=Group, build=build, field="advantage", explain=EXPLAIN),
         Provider(name="mine", config=Nothing, build=build, field="advantage", requires=["siblings"]),
         Provider(name="batch", config=Nothing, build=build, field="advantage"),
         Provider(name="tis", config=Tis, build=build, field="correction"),
@@ -126,7 +128,10 @@ def miles_term():
         Provider(name="kl", config=Kl, build=build, field="kl"),
         Provider(name="other_kl", config=Nothing, build=build, field="kl"),
         Provider(name="entropy", config=Nothing, build=build, field="entropy"),
-        Provider(name="opsm", config=Nothing, build=build, field="correction"),
+        Provider(name="opsm", config=Nothing, build=build, field="correction", requires=["behaviour_logprobs"]),
+        Provider(name="dpo", config=Nothing, build=build, field="loss", requires=["preference", "role:reference"]),
+        Provider(name="sequence", config=Nothing, build=build, field="loss", requires=["aggregation"]),
+        Provider(name="student", config=Nothing, build=build, field="distill", requires=["scores_at_ids:teacher"]),
     ]
 
 @hookimpl
@@ -144,6 +149,7 @@ def miles_algorithm():
             "use": "grpo", "advantage": {"scale": "none"}, "aggregation": "constant"}),
         Provider(name="cispo", config=Cispo, build=lambda c, x: {"use": "grpo", "loss": {"lo": 1.0, "hi": c.hi}}),
         Provider(name="sft", config=Nothing, build=lambda c, x: {"episodes": "demonstrations", "loss": "sft"}),
+        Provider(name="dpo", config=Nothing, build=lambda c, x: {"episodes": "demonstrations", "loss": "dpo"}),
         Provider(name="odd", config=Nothing, build=lambda c, x: {"los": "clip"}),
         Provider(name="listed", config=Nothing, build=lambda c, x: ["clip"]),
         Provider(name="ring", config=Nothing, build=lambda c, x: {"use": "ring2"}),
@@ -163,6 +169,10 @@ def miles_extension():
     ]
 
 @hookimpl
+def miles_scorer():
+    return Provider(name="remote", config=Nothing, build=build)
+
+@hookimpl
 def miles_tracker():
     return Provider(name="paper", config=Nothing, build=build)
 """
@@ -174,9 +184,10 @@ NAMES = {
     "env": ["arithmetic", "jsonl"],
     "model": ["causal-lm"],
     "stage": ["group", "mine", "batch", "tis", "reward_kl", "kl"],
-    "term": ["clip", "reinforce", "sft", "kl", "other_kl", "entropy", "opsm"],
-    "algorithm": ["grpo", "dr_grpo", "cispo", "sft", "odd", "listed", "ring", "ring2"],
+    "term": ["clip", "reinforce", "sft", "kl", "other_kl", "entropy", "opsm", "dpo", "sequence", "student"],
+    "algorithm": ["grpo", "dr_grpo", "cispo", "sft", "dpo", "odd", "listed", "ring", "ring2"],
     "extension": ["faster", "silent"],
+    "scorer": ["remote"],
     "tracker": ["paper"],
 }
 

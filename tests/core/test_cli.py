@@ -152,6 +152,26 @@ def test_config_show_prints_values_with_origins(miles):
         assert line in lines
 
 
+def test_config_show_explains_the_objective_with_every_constant(miles):
+    code, out, _ = miles("config", "show", "run.yaml", "--explain", "algorithm.kl.coef=0.1")
+    lines = out.splitlines()
+    assert code == 0
+    for line in (
+        "policy main: grpo",
+        "    (R − mean of the group) / (std + eps)",  # what the provider explains
+        "    Paper: one.",
+        "  minimises 1 · agg(clip) + 0.1 · agg(kl)",
+        "  advantage: group (stage of acme-parts 2.0)",
+        "    algorithm.loss.lo = 0.2  # preset grpo",
+        "    algorithm.kl.coef = 0.1  # command line",
+        "  entropy: entropy (term of acme-parts 2.0, off: its coefficient is 0)",
+        "  agg: mean over the episodes of one optimizer update of each one's token mean",
+        "    algorithm.aggregation = \"episode_mean\"  # preset grpo",
+        "  role actor: from model.source, trained",
+    ):
+        assert line in lines
+
+
 def test_config_schema_of_a_plugin(miles):
     code, out, _ = miles("config", "schema", "sync:bucketed")
     assert code == 0

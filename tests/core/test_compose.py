@@ -195,6 +195,54 @@ def test_demonstrations_need_no_engine_and_one_episode_a_task(compose):
     assert run.policies["main"].schedule.group_size == 1 and run.origins["schedule.group_size"] == "default"
 
 
+REFERENCE = "roles: {reference: {init: actor}}\n"
+SHOWN = "model: {use: causal-lm, source: a}\nenv: arithmetic\nbackend: sgd\n"
+
+
+def test_preferences_are_pairs_of_demonstrations(compose):
+    run = compose(SHOWN + REFERENCE + "algorithm: dpo\n")
+    assert run.policies["main"].schedule.group_size == 2 and run.origins["schedule.group_size"] == "default"
+    with pytest.raises(
+        CombinationError, match=r"schedule.group_size is 1, but demonstrations are a pair .*\n.*write 2"
+    ):
+        compose(SHOWN + REFERENCE + "algorithm: dpo\n", "schedule.group_size=1")
+    with pytest.raises(CombinationError, match=r"algorithm.loss \(dpo\) learns from pairs .*episodes are sampled"):
+        compose(BASE + REFERENCE, "algorithm.loss=dpo")
+    with pytest.raises(CombinationError, match=r"\(dpo\) needs the role 'reference'; roles: actor\nFix: add roles.ref"):
+        compose(SHOWN + "algorithm: dpo\n")
+
+
+def test_a_sequence_ratio_needs_an_aggregation_that_somebody_chose(compose):
+    loss = "algorithm: {advantage: batch, loss: sequence}"
+    text = BASE.replace("algorithm: {use: grpo, advantage: {use: group, scale: none}}", loss)
+    with pytest.raises(
+        CombinationError, match=r"\(sequence\) weighs whole .*algorithm.aggregation is left to its defa"
+    ):
+        compose(text)
+    assert compose(text, "algorithm.aggregation=episode_mean")
+    assert compose(BASE, "algorithm.loss=sequence")  # the preset said it
+
+
+def test_demonstrations_have_no_behaviour_to_correct_for(compose):
+    with pytest.raises(CombinationError, match=r"opsm\) compares with what an engine sampled"):
+        compose(SHOWN + "algorithm: {use: sft, corrections: {opsm: {}}}\n")
+
+
+TEACHER = "scorers: {far: {use: remote}}\nroles: {teacher: {scorer: far}}\n"
+
+
+def test_a_scorer_cannot_be_asked_for_ids_that_the_student_chose(compose):
+    assert compose(BASE + TEACHER).policies["main"].roles["teacher"].scorer == "far"
+    with pytest.raises(CombinationError, match=r"\(student\) scores ids .*roles.teacher is the scorer 'far'"):
+        compose(BASE + TEACHER, "algorithm.distill=student")
+    assert compose(BASE + "roles: {teacher: {source: b}}\n", "algorithm.distill=student")
+    for key in ("init=actor", "source=b", "update=trained"):
+        with pytest.raises(CombinationError, match=r"roles.teacher is the scorer 'far' and a model too"):
+            compose(BASE + TEACHER, f"roles.teacher.{key}")
+    with pytest.raises(CombinationError, match=r"roles.teacher.scorer is 'near'; scorers: far"):
+        compose(BASE + TEACHER, "roles.teacher.scorer=near")
+
+
 def test_an_extension_may_change_the_draft_and_the_command_line_stays_above_it(compose):
     run = compose(BASE, "extensions.faster={}", "sync.bucket_mib=32")
     assert run.policies["main"].schedule.groups_per_step == 32

@@ -97,9 +97,7 @@ class Trainer:
     async def score(self, batch, outputs):
         self.scored.append((batch, tuple(outputs)))
         self.order.append("score")
-        names = [
-            "proximal_logprobs" if (o.role, o.name) == ("actor", "logprobs") else f"{o.role}.{o.name}" for o in outputs
-        ]
+        names = [o.column for o in outputs]
         return {name: self.scores.get(name, np.full(batch.units, -1.5, np.float32)) for name in names}
 
     async def update(self, minibatch):
@@ -128,12 +126,13 @@ def policy(keys=None, roles=None, **schedule):
     )
 
 
-def learner(trainer, *, stages=None, terms=None, specs=None, max_new_tokens=None, **about):
+def learner(trainer, *, stages=None, terms=None, specs=None, max_new_tokens=None, scorers=None, **about):
     stages = {"advantage": [("centred", centred())]} if stages is None else stages
     all_specs = dict(CORE_COLUMNS) | {s.name: s for parts in stages.values() for _, st in parts for s in st.gives}
     all_specs |= {s.name: s for s in specs or ()}
     terms = [term()] if terms is None else terms
-    return Learner(policy(**about), 7, stages, terms, trainer, all_specs, max_new_tokens=max_new_tokens)
+    more = {"max_new_tokens": max_new_tokens, "scorers": scorers}
+    return Learner(policy(**about), 7, stages, terms, trainer, all_specs, **more)
 
 
 def step(made, groups, number=0):
@@ -395,6 +394,113 @@ def test_values_come_from_the_critic_where_there_is_one():
     step(learner(trainer, stages=stages, roles=roles), [group(0, 1.0, 0.0)])
     assert trainer.scored[0][1] == (Output(name="values", role="critic"),)
     assert trainer.updates[0].columns["advantages"].tolist() == [0, -1.5, -1.5, 0, -1.5, -1.5]
+
+
+def stage_that(needs, scores=None, gives=lambda b: np.zeros(b.units)):
+    made = Stage(gives, needs=needs)
+    if scores is not None:
+        made.scores = scores
+    return {"advantage": [("a", made)]}
+
+
+def test_what_is_scored_at_scored_ids_comes_in_a_later_pass():
+    ids = np.arange(12, dtype=np.int32).reshape(6, 2)
+    scores = {
+        "actor.topk_ids": Output(name="topk_ids", k=2),
+        "teacher.token_logprobs": Output(name="token_logprobs", role="teacher", inputs=("actor.topk_ids",)),
+    }
+    trainer = Trainer({"actor.topk_ids": ids, "teacher.token_logprobs": -ids.astype(np.float32)})
+    roles = {"teacher": RoleConfig(init="actor")}
+    step(learner(trainer, stages=stage_that(scores, scores), roles=roles), [group(0, 1.0, 0.0)])
+    assert [[o.name for o in outputs] for _, outputs in trainer.scored] == [["topk_ids"], ["token_logprobs"]]
+    assert "actor.topk_ids" in trainer.scored[1][0].columns
+    found = trainer.updates[0].columns
+    assert found["actor.topk_ids"].dtype == np.int32 and found["actor.topk_ids"].tolist() == ids.tolist()
+    assert found["teacher.token_logprobs"].shape == (6, 2)
+
+
+def test_one_output_with_two_sizes_is_refused():
+    scores = {"actor.topk_ids": Output(name="topk_ids", k=2)}
+    terms = [term(scores={"actor.topk_ids": Output(name="topk_ids", k=3)})]
+    with pytest.raises(CombinationError, match=r"'topk_ids' of role 'actor' with k=3 .*another part needs it with k=2"):
+        learner(Trainer(), stages=stage_that(scores, scores), terms=terms)
+
+
+def test_the_value_after_a_trajectory_is_its_last_units():
+    trainer = Trainer({"actor.bootstrap_value": np.array([9, 9, 1, 9, 9, 2], np.float32)})
+    step(learner(trainer, stages=stage_that(("bootstrap_value",))), [group(0, 1.0, 0.0)])
+    assert trainer.updates[0].columns["bootstrap_value"].tolist() == [1, 2]
+
+
+class Scorer:
+    def __init__(self, answer=None):
+        self.answer, self.asked = answer, []
+
+    async def score(self, trajectories, want, tasks=()):
+        self.asked.append(([t.id for t in trajectories], list(want), [t.id for t in tasks]))
+        if self.answer is not None:
+            return self.answer(trajectories)
+        return {n: [0.5 if n.endswith(".reward") else np.full(t.length, -3.0) for t in trajectories] for n in want}
+
+    async def close(self):
+        pass
+
+
+FAR = {"teacher": RoleConfig(scorer="far")}
+
+
+def test_a_role_may_be_a_scorer_and_a_scorer_may_reward():
+    scorer, trainer = Scorer(), Trainer()
+    stages = stage_that(("teacher.logprobs", "far.reward", "proximal_logprobs"))
+    made = learner(trainer, stages=stages, roles=FAR, scorers={"far": scorer})
+    step(made, [group(0, 1.0, 0.0)])
+    ids = ["toy:train:0#0/0/0", "toy:train:0#0/1/0"]
+    assert scorer.asked == [(ids, ["far.reward", "teacher.logprobs"], ["toy:train:0"] * 2)]
+    assert [o.name for o in trainer.scored[0][1]] == ["logprobs"]  # the backend has no teacher
+    assert trainer.updates[0].columns["teacher.logprobs"].tolist() == [-3.0] * 6
+    assert trainer.updates[0].columns["far.reward"].tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (lambda rows: {}, r"scorer 'far' scored \[\], not 'teacher.logprobs'"),
+        (lambda rows: {"teacher.logprobs": [np.zeros(3)]}, r"gave 1 arrays for 2 trajectories"),
+        (
+            lambda rows: {"teacher.logprobs": [np.zeros(3), np.zeros(2)]},
+            r"shape \(2,\) for trajectory 'toy.*/1/0' of 3",
+        ),
+        (lambda rows: {"teacher.logprobs": [np.full(3, np.nan)] * 2}, r"'teacher.logprobs' from the score pass is nan"),
+        (lambda rows: 1 / 0, r"scorer 'far' failed: .*division"),
+    ],
+)
+def test_a_scorer_that_lies_is_named(answer, said):
+    stages = stage_that(("teacher.logprobs",))
+    made = learner(Trainer(), stages=stages, roles=FAR, scorers={"far": Scorer(answer)})
+    with pytest.raises(LearnerError, match=said):
+        step(made, [group(0, 1.0, 0.0)])
+
+
+def test_a_scorer_is_not_asked_at_chosen_ids():
+    scores = {"teacher.token_logprobs": Output(name="token_logprobs", role="teacher", inputs=("tokens",))}
+    with pytest.raises(CombinationError, match=r"the scorer 'far' cannot be asked for chosen ids"):
+        learner(Trainer(), stages=stage_that(scores, scores), roles=FAR, scorers={"far": Scorer()})
+
+
+@pytest.mark.parametrize(("update", "moves"), [("trained", False), ("shares", True)])
+def test_a_role_waits_for_its_first_step_and_only_the_actors_weights_count_as_changed(update, moves):
+    roles = {
+        "actor": RoleConfig(update=RoleUpdate.trained, from_step=2),
+        "critic": RoleConfig(init="actor", update=RoleUpdate(update), head="value"),
+    }
+    trainer = Trainer()
+    made = learner(trainer, terms=[term(), term("value", weighted=False, role="critic")], roles=roles)
+    step(made, [group(0, 1.0, 0.0)], 1)
+    columns = trainer.updates[0].columns
+    assert not columns["weight.clip"].any() and columns["weight.value"].any()
+    assert made.changed is moves
+    step(made, [group(0, 1.0, 0.0)], 2)
+    assert trainer.updates[1].columns["weight.clip"].any() and made.changed
 
 
 def test_demonstrations_with_several_updates_need_no_pass():

@@ -22,9 +22,9 @@ def _backend(config: FsdpConfig, context: BuildContext) -> Backend:
 def _adapter(config: CausalLMConfig, context: BuildContext) -> ModelAdapter:
     from miles_backend_fsdp.causal_lm import CausalLM
 
-    # An extension that wraps the forward may bring values per token, and then equal prefixes are not equal.
-    wrapped = any(hasattr(extension, "micro") for extension in context.extensions)
-    return CausalLM(config, share_prefixes=config.share_prefixes and not wrapped)
+    # Where an extension brings values per token into the forward, equal prefixes are not equal.
+    per_token = any(hasattr(extension, "micro") and extension.columns for extension in context.extensions)
+    return CausalLM(config, share_prefixes=config.share_prefixes and not per_token)
 
 
 @hookimpl

@@ -1,0 +1,1 @@
+"""LoRA as an extension: low-rank adapters that are trained over a frozen base."""

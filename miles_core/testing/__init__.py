@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         ValueConformance,
     )
     from miles_core.testing.suites.transport import TransportConformance
+    from miles_core.testing.suites.worked import StageExample, TermExample
 
 _WHERE = {
     "run_suite": "runner",
@@ -72,6 +73,8 @@ _WHERE = {
     "TermConformance": "suites.terms",
     "ValueConformance": "suites.terms",
     "TransportConformance": "suites.transport",
+    "StageExample": "suites.worked",
+    "TermExample": "suites.worked",
 }
 
 __all__ = [
@@ -100,7 +103,9 @@ __all__ = [
     "RewardKLConformance",
     "ScorerConformance",
     "StageConformance",
+    "StageExample",
     "TermConformance",
+    "TermExample",
     "TokenizerConformance",
     "TrackerConformance",
     "TransportConformance",

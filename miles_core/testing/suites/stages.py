@@ -15,16 +15,18 @@ from miles_core.provider import Place
 from miles_core.records import Group
 from miles_core.testing.suite import Conformance, check
 from miles_core.testing.suites import batches
+from miles_core.testing.suites.worked import StageExample, near
 
 Array = np.ndarray[Any, Any]
 
 
 class StageConformance(Conformance):
-    """Override `fill` where a stage needs columns with a meaning of their own."""
+    """Override `fill` where a stage needs columns with a meaning of their own. `examples` are worked by hand."""
 
     kind = "stage"
     field: ClassVar[str] = ""
     places: ClassVar[tuple[Place, ...]] = (Place.CONTROLLER,)
+    examples: ClassVar[Sequence[StageExample]] = ()
     close_to = 1e-5
 
     def example(self, place: Place) -> Any:
@@ -144,6 +146,38 @@ class StageConformance(Conformance):
             same = np.allclose(a.astype(np.float64), b.astype(np.float64), rtol=1e-6, atol=1e-6)
             check("what is masked changes nothing, not even as NaN", same, (spec.name, a, b))
 
+    def test_examples(self) -> None:
+        for example in self.examples:
+            batch = example.batch()
+            found = self.call(batch).columns
+            for name, expected in example.expect.items():
+                numbers, wanted = np.asarray(found[name], np.float64), np.asarray(expected, np.float64)
+                unit = self._spec(name).level == Level.UNIT
+                live = batch.columns["trainable"] if unit else np.ones(len(numbers), bool)
+                check("columns are those worked by hand", near(numbers[live], wanted[live]), (example, numbers))
+
+    def _spec(self, name: str) -> ColumnSpec:
+        found: ColumnSpec = next(spec for spec in self.stage().gives if spec.name == name)
+        return found
+
+    def test_extremes(self) -> None:
+        batch = self.batch()
+        label = "log-ratios of ±100 stay finite"
+        scored = [n for n in sorted(self.stage().needs) if n.endswith("logprobs")]
+        for far in (100.0, -100.0) if scored else ():
+            moved = (batch.columns[scored[0]] + far * batch.columns["trainable"]).astype(np.float32)
+            self._finite(label, batch.with_columns({scored[0]: moved}, ()))
+        one = self.batch(batches.groups(sizes=(1,)))
+        last = np.arange(one.units) == np.flatnonzero(one.columns["trainable"])[-1]
+        label = "a step of one token is fine"
+        self._finite(label, one.with_columns({"trainable": last}, ()))
+
+    def _finite(self, label: str, batch: Batch) -> None:
+        for name, column in self.call(batch).columns.items():
+            unit = self._spec(name).level == Level.UNIT
+            shown = np.asarray(column)[batch.columns["trainable"]] if unit else np.asarray(column)
+            check(label, np.isfinite(shown).all(), (name, column))
+
     def test_corners(self) -> None:
         made = batches.groups(sizes=(1, 3))
         lonely = self.batch(made)
@@ -195,6 +229,10 @@ class AdvantageConformance(StageConformance):
             check("a higher reward never has a lower advantage in its group", rising, [means[i] for i in order])
         many = np.array([means[i] for i in range(len(means))])
         check("different rewards give different advantages", float(np.ptp(many)) > 1e-6, many)
+        noise = 1e-9 * np.random.default_rng(0).standard_normal(batch.n_episodes)
+        alike = self.call(batch.with_columns({"reward": 0.7 + noise}, ())).columns["advantages"]
+        last = np.array([v[t][-1] for v, t in self._rows(batch, np.asarray(alike, np.float64))])
+        check("rewards equal up to float noise give equal advantages", float(np.ptp(last)) < 1e-3, last)
 
     def _rows(self, batch: Batch, column: Array) -> list[tuple[Array, Array]]:
         values = batches.by_trajectory(batch, column)
@@ -238,6 +276,10 @@ class WhitenConformance(StageConformance):
         column = np.asarray(self.call(batch).columns["advantages"], np.float64)[batch.columns["trainable"]]
         std = float(column.std(ddof=1))
         check("whitened advantages have variance 1", abs(std - 1) < 1e-3, std)
+        before = batch.columns["advantages"][batch.columns["trainable"]].astype(np.float64)
+        slope, offset = np.polyfit(before, column, 1)
+        one = np.allclose(column, slope * before + offset, atol=1e-4)
+        check("one mean and one scale serve all trainable tokens", one, (before, column))
 
 
 class DistillConformance(StageConformance):

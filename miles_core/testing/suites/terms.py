@@ -6,7 +6,7 @@ Terms are tried on the toys' arrays first, and on torch where they are written f
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,6 +17,7 @@ from miles_core.provider import Place
 from miles_core.records import Group
 from miles_core.testing.suite import Conformance, check
 from miles_core.testing.suites import batches
+from miles_core.testing.suites.worked import TermExample, near
 from miles_core.testing.toys.autodiff import Var, value_of
 from miles_core.testing.toys.view import ToyView
 
@@ -39,6 +40,9 @@ class ArrayLibrary:
 
     def numbers(self, x: Any) -> Array:
         return np.asarray(value_of(x), np.float64)
+
+    def constant(self, x: Array) -> Any:
+        return np.asarray(x, np.float64)
 
     def attached(self, x: Any) -> bool:
         return isinstance(x, Var)
@@ -63,6 +67,9 @@ class TorchLibrary(ArrayLibrary):
 
     def numbers(self, x: Any) -> Array:
         return np.asarray(x.detach().double().numpy())
+
+    def constant(self, x: Array) -> Any:
+        return self._torch.tensor(x, dtype=self._torch.float64)
 
     def attached(self, x: Any) -> bool:
         return bool(x.requires_grad)
@@ -98,11 +105,17 @@ class Watched:
 
 
 class TermConformance(Conformance):
-    """Override `fill` where a term needs columns with a meaning of their own."""
+    """Override `fill` where a term needs columns with a meaning of their own.
+
+    `examples` are worked by hand. A term whose gradient is not that of its value on purpose (a stop-gradient) sets
+    `gradient_of_value` to false, and has examples with gradients instead.
+    """
 
     kind = "term"
     field: ClassVar[str] = ""
     places: ClassVar[tuple[Place, ...]] = (Place.TRAINER,)
+    examples: ClassVar[Sequence[TermExample]] = ()
+    gradient_of_value: ClassVar[bool] = True
     off_policy = 0.05  # how far π lies from π_p in the tests, as a standard deviation
 
     def example(self, place: Place) -> Any:
@@ -234,8 +247,72 @@ class TermConformance(Conformance):
                 keep = batch.group_of != batch.n_groups - 1
         check("a value depends on its own group only", np.allclose(plain[keep], other[keep], atol=1e-9), (plain, other))
 
-    def test_gradient(self) -> None:
+    def test_examples(self) -> None:
+        library, term = self.library(), self.term()
+        worked = self.gradient_of_value or any(e.gradient for e in self.examples)
+        check("a gradient that is not the value's is worked by hand", worked, "no example has a gradient")
+        for example in self.examples:
+            batch = example.batch()
+            leaves = {o: library.leaf(np.array(example.outputs[_key(o)], np.float64)) for o in term.outputs}
+            value = term(self.view(library, batch, leaves)).value
+            live = np.asarray(batch.columns["trainable"]) if term.level == "unit" else np.ones(self.atoms(batch), bool)
+            found = library.numbers(value)
+            same = near(found[live], np.asarray(example.value, np.float64)[live])
+            check("values are those worked by hand", same, (example, found))
+            leaf = {_key(o): leaf for o, leaf in leaves.items()}
+            for name, expected in example.gradient.items():
+                gradient = library.backward((value * library.constant(live)).sum(), leaf[name])
+                check("gradients are those worked by hand", near(gradient, expected), (example, gradient))
+
+    def test_split(self) -> None:
+        library, batch, term = self.library(), self.batch(), self.term()
+        starts = {o: self.start(batch, o) for o in term.outputs}
+        whole = library.numbers(term(self.view(library, batch, {o: library.leaf(s) for o, s in starts.items()})).value)
+        piece = {"unit": batch.trajectory_of_unit, "trajectory": batch.trajectory_of_unit}
+        piece["episode"] = batch.episode_of_unit
+        of_unit = piece.get(term.level, batch.group_of[batch.episode_of_unit])
+        parts = []
+        for index in np.unique(of_unit):
+            units = of_unit == index
+            alone = batch.select(np.unique(batch.trajectory_of_unit[units]))
+            leaves = {o: library.leaf(s[units]) for o, s in starts.items()}
+            parts.append(library.numbers(term(self.view(library, alone, leaves)).value))
+        same = np.allclose(whole, np.concatenate(parts), rtol=1e-6, atol=1e-7)
+        check("values do not depend on the split into micro-batches", same, (whole, parts))
+
+    def test_rejection(self) -> None:
+        library, batch, term = self.library(), self.batch(), self.term()
+        if term.level != "unit":
+            return
+        rejected = batch.columns["trainable"] & (np.arange(batch.units) % 3 == 0)
+        fewer = batch.with_columns({"rejected": rejected}, [CORE_COLUMNS["rejected"]])
+        a, b = (
+            library.numbers(term(self.view(library, one, self.leaves(library, batch))).value) for one in (batch, fewer)
+        )
+        check("rejecting a token changes no other token's value", np.allclose(a[~rejected], b[~rejected]), (a, b))
+
+    def test_extremes(self) -> None:
+        library, batch = self.library(), self.batch()
+        for far in (100.0, -100.0):
+            leaves = {
+                o: library.leaf(self.start(batch, o) + far * (_key(o) == "logprobs")) for o in self.term().outputs
+            }
+            found = [library.numbers(self.term()(self.view(library, batch, leaves)).value)]
+            if not self.dynamic and np.isfinite(found[0]).all():
+                loss = self.loss(library, batch, leaves)
+                found += [library.backward(loss, x) for o, x in leaves.items() if o.grad][:1]
+            check("log-ratios of ±100 stay finite", all(np.isfinite(x).all() for x in found), (far, found))
         if self.dynamic:
+            return
+        zeros = np.zeros(batch.units)
+        nothing = batch.with_columns({"trainable": zeros.astype(bool), "weight.term": zeros}, ())
+        leaves = self.leaves(library, nothing)
+        loss = self.loss(library, nothing, leaves)
+        found = [library.numbers(loss), *(library.backward(loss, x) for o, x in leaves.items() if o.grad)][:2]
+        check("where nothing is trainable, loss and gradient are 0", not any(x.any() for x in found), found)
+
+    def test_gradient(self) -> None:
+        if self.dynamic or not self.gradient_of_value:
             return
         library, batch = self.library(), self.batch()
         for output in self.term().outputs:
@@ -263,7 +340,7 @@ class TermConformance(Conformance):
         results: list[tuple[float, list[Array]]] = []
         for garbage in (0.0, np.nan):
             columns = {}
-            for name in self.term().needs | {"proximal_logprobs"}:
+            for name in self.term().needs | {"proximal_logprobs", "behaviour_logprobs"}:
                 column = batch.columns[name]
                 if batch.specs[name].level == Level.UNIT and column.dtype.kind == "f":
                     columns[name] = np.where(dead, garbage, column).astype(column.dtype)
@@ -275,6 +352,11 @@ class TermConformance(Conformance):
         (a, ga), (b, gb) = results
         same = abs(a - b) < 1e-9 and all(np.allclose(x, y, atol=1e-9) for x, y in zip(ga, gb, strict=True))
         check("what is masked changes nothing, not even as NaN", same, (a, b))
+
+
+def _key(output: Output) -> str:
+    """The name of an output in a worked example."""
+    return output.name if output.role == "actor" else f"{output.role}.{output.name}"
 
 
 class LossConformance(TermConformance):

@@ -18,11 +18,13 @@ from miles_core.testing import (
     PenaltyConformance,
     PresetConformance,
     RewardKLConformance,
+    StageExample,
+    TermExample,
     ValueConformance,
     WhitenConformance,
 )
 from miles_core.testing.toys import parts
-from miles_core.testing.toys.autodiff import Var
+from miles_core.testing.toys.autodiff import Var, value_of
 from miles_core.testing.toys.config import StageConfig, TermConfig
 from miles_core.testing.toys.plugin import STAGES, TERMS
 
@@ -31,10 +33,17 @@ from .mutants import broken_suite, must_fail, own_labels, plugin
 # --- stages ----------------------------------------------------------------------------------------------------------
 
 
-def stage(suite, base, field=None, **methods):
+HALVES = {"advantages": [0.5, -0.25]}  # the second is wrong
+
+
+def worked(*examples):
+    return {"examples": examples}
+
+
+def stage(suite, base, field=None, examples=(), **methods):
     kind = type("Broken", (base,), methods)
     made = plugin(lambda config, context: kind(StageConfig()), field=suite.field if field is None else field)
-    return broken_suite(suite, made)
+    return broken_suite(suite, made, examples=examples)
 
 
 def advantage(**methods):
@@ -88,6 +97,13 @@ def inverse(batch, name, column):
 
 def sees_masked(batch, name, column):
     return (column + np.float32(np.nansum(np.isnan(batch.columns["proximal_logprobs"])))).astype(np.float32)
+
+
+def turned_round(batch, name, column):
+    """The right numbers at the wrong tokens."""
+    live = batch.columns["trainable"]
+    column[live] = column[live][::-1]
+    return column
 
 
 def lonely_nan(self, batch, rng):
@@ -147,6 +163,27 @@ STAGE_TABLE = {
         "a group of one gives finite values": advantage(__call__=lonely_nan),
         "a batch without trainable units is fine": advantage(__call__=needs_units),
         "an episode without reward leaves the others finite": advantage(__call__=nan_spreads),
+        "columns are those worked by hand": stage(
+            AdvantageConformance, parts.CentredAdvantage, **worked(StageExample(rewards=[[1, 0]], expect=HALVES))
+        ),
+        "log-ratios of ±100 stay finite": stage(
+            AdvantageConformance,
+            parts.CentredAdvantage,
+            needs=frozenset({"reward", "proximal_logprobs"}),
+            __call__=lambda self, b, r: replace(
+                parts.CentredAdvantage.__call__(self, b, r),
+                columns={"advantages": np.exp(b.columns["proximal_logprobs"].astype(np.float32) * 10)},
+            ),
+        ),
+        "a step of one token is fine": advantage(
+            __call__=lambda self, b, r: replace(
+                parts.CentredAdvantage.__call__(self, b, r),
+                columns={"advantages": np.float32(np.std(b.columns["reward"], ddof=1)) * np.ones(b.units, np.float32)},
+            )
+        ),
+        "rewards equal up to float noise give equal advantages": columns(
+            lambda b, n, c: (c / max(float(np.abs(c).max()), 1e-12)).astype(np.float32)
+        ),
         "an advantage gives the column advantages": stage(AdvantageConformance, parts.LengthPenalty),
         "a higher reward never has a lower advantage in its group": columns(inverse),
         "different rewards give different advantages": columns(lambda b, n, c: np.zeros_like(c)),
@@ -162,6 +199,11 @@ STAGE_TABLE = {
     WhitenConformance: {
         "whitened advantages have variance 1": columns(
             lambda b, n, c: c * np.float32(2), WhitenConformance, parts.Whiten
+        ),
+        "one mean and one scale serve all trainable tokens": columns(
+            turned_round,
+            WhitenConformance,
+            parts.Whiten,
         ),
     },
     DistillConformance: {
@@ -194,10 +236,10 @@ def test_a_broken_stage_is_seen(suite, label):
 # --- terms -----------------------------------------------------------------------------------------------------------
 
 
-def term(suite, base=parts.Policy, field=None, **methods):
+def term(suite, base=parts.Policy, field=None, changes=None, **methods):
     kind = type("Broken", (base,), methods)
     made = plugin(lambda config, context: kind(TermConfig()), field=suite.field if field is None else field)
-    return broken_suite(suite, made)
+    return broken_suite(suite, made, **(changes or {}))
 
 
 def loss(**methods):
@@ -235,6 +277,30 @@ def counting(self, view):
     return replace(parts.Policy.__call__(self, view), value=parts.Policy.__call__(self, view).value + float(self.calls))
 
 
+AT_ONE = TermExample(
+    outputs={"logprobs": [-1.0]}, columns={"advantages": [1.0], "proximal_logprobs": [-1.0]}, value=[-1.0]
+)
+
+
+def counts_kept(self, view):
+    """Divides by the share of tokens that are not rejected."""
+    found = parts.Policy.__call__(self, view)
+    kept = 1.0 - np.mean(view["rejected"]) if "rejected" in view else 1.0
+    return replace(found, value=found.value * (1.0 / kept))
+
+
+def unclamped(self, view):
+    with np.errstate(over="ignore", invalid="ignore"):
+        ratio = np.exp((view.out(LOGPROBS) - value_of(view["proximal_logprobs"])) * 10.0)
+        return TermOutput(value=ratio * view["advantages"] * -1.0)
+
+
+def never_nothing(self, view):
+    found = parts.Policy.__call__(self, view)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return replace(found, value=found.value * (1.0 / np.float64(view["trainable"].any())))
+
+
 TERM_TABLE = {
     LossConformance: {
         "the provider says its field": term(LossConformance, field="kl"),
@@ -263,6 +329,13 @@ TERM_TABLE = {
         "a value depends on its own group only": value(across_groups),
         "the gradient is that of the value": value(wrong_gradient),
         "what is masked changes nothing, not even as NaN": loss(__call__=masked_matters),
+        "values are those worked by hand": loss(changes=worked(replace(AT_ONE, value=[-2.0]))),
+        "gradients are those worked by hand": loss(changes=worked(replace(AT_ONE, gradient={"logprobs": [-2.0]}))),
+        "a gradient that is not the value's is worked by hand": loss(changes={"gradient_of_value": False}),
+        "values do not depend on the split into micro-batches": value(lambda view, found: found * (1.0 / len(found))),
+        "rejecting a token changes no other token's value": loss(__call__=counts_kept),
+        "log-ratios of ±100 stay finite": loss(__call__=unclamped),
+        "where nothing is trainable, loss and gradient are 0": loss(__call__=never_nothing),
         "a positive advantage raises the log-probability, a negative lowers it": value(lambda view, found: -found),
     },
     KLConformance: {

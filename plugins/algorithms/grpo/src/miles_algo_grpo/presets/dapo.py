@@ -5,8 +5,8 @@ batch weighs the same, and answers close to the length limit lose reward.
 
 Deviations from the paper: the standard deviation is the sample's (ddof 1) with eps 1e-6, as in `grpo`; the mean over
 tokens runs over the whole minibatch (paper: over each group, then over groups); "dynamic sampling" drops groups whose
-rewards are equal, which for the paper's rewards is "all right or all wrong"; the slope of the length penalty is the last
-fifth of `max_new_tokens` (paper: 4096 of 20480 tokens, the same fifth) and the penalty enters the reward after the
+rewards are equal, which for the paper's rewards is "all right or all wrong"; the slope of the length penalty is the
+last fifth of `max_new_tokens` (paper: 4096 of 20480 tokens, the same fifth) and the penalty enters the reward after the
 filter. The paper has no KL: the term is there with coefficient 0.
 """
 

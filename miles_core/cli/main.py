@@ -27,6 +27,7 @@ COMMANDS = {
     "show": "miles_core.cli.show:show",
     "export": "miles_core.cli.export:export",
     "conformance": "miles_core.cli.conformance:conformance",
+    "new": "miles_core.cli.new:new",
 }
 
 

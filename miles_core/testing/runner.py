@@ -62,7 +62,7 @@ def suites_of(kind: str, name: str) -> list[type[Conformance]]:
         )
     plain: type[Conformance] = getattr(importlib.import_module("miles_core.testing"), chosen)
     return _shipped(loaded.provider.build.__module__, plain, kind, name) or [
-        type(plain.__name__, (plain,), {"name": name})
+        type(plain.__name__, (plain,), {"name": name, **({"field": field} if field else {})})
     ]
 
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 _C, _S, _T, _E = Place.CONTROLLER, Place.SAMPLER, Place.TRAINER, Place.ENGINE
 
-#: A stage requires it where it compares the episodes of a group. No part offers it: `config/rules.py` judges it.
-SIBLINGS = "siblings"
+#: Requirements on the run file, which no part offers: `config/rules.py` says what they mean and judges them.
+JUDGED = ("siblings", "aggregation", "behaviour_logprobs", "preference", "role:", "scores_at_ids:")
 
 #: The Protocol of each (kind, place). A preset's product is a tree, an extension's has optional methods: both below.
 PROTOCOLS: dict[tuple[str, Place], type] = {
@@ -168,7 +168,7 @@ def _offered(part: Part, catalogue: Catalogue) -> frozenset[str]:
 def _requirements(run_file: RunFile, catalogue: Catalogue) -> Iterator[tuple[str, str]]:
     for part in _built(run_file):
         required = catalogue.load(part.kind, part.use).provider.required(part.options)
-        for capability in sorted(required - {SIBLINGS}):
+        for capability in sorted(c for c in required if not c.startswith(JUDGED)):
             yield _label(part), capability
     for policy in run_file.policies.values():
         if policy.algorithm.keys.episodes == "sampled":

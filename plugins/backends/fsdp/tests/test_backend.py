@@ -415,6 +415,8 @@ def test_a_model_that_is_no_torch_module_is_refused() -> None:
 def test_wrong_roles_are_named() -> None:
     with pytest.raises(CapabilityError, match="'adapter_off'"):
         make_backend(roles={"reference": {"update": "adapter_off"}})
+    with pytest.raises(CapabilityError, match="no extension gives role 'actor' adapters"):
+        make_backend(roles={"reference": {"update": "adapter_off", "init": "actor"}})
     backend = make_backend(roles={"reference": {"update": "frozen"}})
     batch = batch_of(random_groups(0))
     with pytest.raises(BackendError, match="no role 'teacher'; it has actor, reference"):

@@ -152,7 +152,7 @@ def test_a_value_head_reads_the_position_before() -> None:
     tokens = torch.from_numpy(batch.columns["tokens"][start:unit].astype(np.int64))[None]
     want = module.value(module.lm.model(input_ids=tokens, use_cache=False)[0][0, -1])
     assert found[unit].item() == pytest.approx(want.item(), abs=1e-5)
-    with pytest.raises(CapabilityError, match="gives \\['values'\\]"):
+    with pytest.raises(CapabilityError, match="gives \\['bootstrap_value', 'values'\\]"):
         made.outputs(module, batch, [LOGPROBS])
 
 

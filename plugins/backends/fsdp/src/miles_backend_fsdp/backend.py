@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from miles_backend_fsdp import checkpoint, group, hf_folder, layout, microbatch
-from miles_backend_fsdp.roles import Role, check, start_from
+from miles_backend_fsdp.roles import BORROWED, Role, check, moving_of, origin, shared_heads, start_from
 from miles_core.contracts.learning import BoundTerm, Output, UpdateResult
 from miles_core.errors import BackendError, CapabilityError, LearnerError
 from miles_core.numerics import objective
@@ -49,6 +49,7 @@ class FsdpBackend:
             torch.device("cuda", context.rank % max(1, torch.cuda.device_count())) if on_gpu else torch.device("cpu")
         )
         self._roles: dict[str, dict[str, Role]] = {}
+        self._shared: dict[str, dict[str, str]] = {}  # policy -> role with update `shares` -> whose module it is
         self._joined = False
 
     # --- building ---------------------------------------------------------------------------------------------------
@@ -62,8 +63,11 @@ class FsdpBackend:
             torch.cuda.set_device(self._device)
         mesh = group.join(self._rank, self._ranks, self._config.rendezvous, self._device.type, self._config.deadline_s)
         self._joined = True
-        for policy, specs in policies.items():
-            plain = {name: spec.adapter.build(spec.source, spec.seed, head=spec.head) for name, spec in specs.items()}
+        for policy, given in policies.items():
+            specs = {name: spec for name, spec in given.items() if spec.update not in BORROWED}
+            shared = self._shared[policy] = shared_heads(given)
+            heads = {name: "lm+value" if name in shared.values() else spec.head for name, spec in specs.items()}
+            plain = {n: spec.adapter.build(spec.source, spec.seed, head=heads[n]) for n, spec in specs.items()}
             for name, module in plain.items():
                 if not isinstance(module, torch.nn.Module):
                     raise CapabilityError(
@@ -73,18 +77,45 @@ class FsdpBackend:
                     )
             for name, spec in specs.items():
                 if spec.init:
-                    start_from(plain[name], plain[spec.init], f"role {name!r} of policy {policy!r}")
+                    start_from(plain[name], plain[origin(given, name)], f"role {name!r} of policy {policy!r}")
             for name in specs:
                 for extension in self._extensions:
                     if hasattr(extension, "model"):
                         plain[name] = extension.model(plain[name], name, policy)
-            self._roles[policy] = {
-                name: Role(spec, plain[name], mesh, self._config, total_updates.get(policy, 0), self._rank)
+            total = total_updates.get(policy, 0)
+            moving = {name: moving_of(given, name, plain) for name in specs}
+            built = {
+                name: Role(spec, plain[name], mesh, self._config, total, self._rank, moving[name])
                 for name, spec in specs.items()
             }
+            self._roles[policy] = {
+                name: built[name] if name in built else self._without_adapters(built, given, policy, name)
+                for name in given
+                if name not in shared
+            }
+
+    def _without_adapters(
+        self, built: Mapping[str, Role], given: Mapping[str, RoleSpec], policy: str, name: str
+    ) -> Role:
+        """The role `name` with `update: adapter_off`: the module of another, which an extension runs without adapters.
+
+        Raises `CapabilityError` where no extension of the run gave that module adapters (`Extension.adapted`).
+        """
+        whose = origin(given, name)
+        if not any((policy, whose) in getattr(extension, "adapted", ()) for extension in self._wrapping):
+            raise CapabilityError(
+                f"role {name!r} of policy {policy!r} has update 'adapter_off', and no extension gives role {whose!r} "
+                "adapters that could be switched off",
+                fix=f"add `extensions: {{lora: {{…}}}}`, or set roles.{name}.update: frozen",
+            )
+        return built[whose].without_adapters(given[name])
+
+    def _owner(self, policy: str, name: str) -> str:
+        """The role on whose module `name` runs: itself, unless it shares another's."""
+        return self._shared.get(policy, {}).get(name, name)
 
     def _role(self, policy: str, name: str) -> Role:
-        found = self._roles.get(policy, {}).get(name)
+        found = self._roles.get(policy, {}).get(self._owner(policy, name))
         if found is None:
             raise BackendError(
                 f"policy {policy!r} has no role {name!r}; it has {', '.join(self._roles.get(policy, {})) or 'none'}",
@@ -114,7 +145,10 @@ class FsdpBackend:
             return found[asked]
 
         view = MicroView(micro, output, self._device)
+        by_module: dict[str, list[Output]] = {}  # two heads on one module are one forward
         for name, outputs in wanted.items():
+            by_module.setdefault(self._owner(micro.policy, name), []).extend(outputs)
+        for name, outputs in by_module.items():
             role = self._role(micro.policy, name)
             with (
                 role.recompute.inside(self._contexts(view, name, purpose)),
@@ -189,15 +223,17 @@ class FsdpBackend:
                 )
         reasons = {name: objective.skip_reason(minibatch, terms, name) for name in by_role}
         active = {name: bound for name, bound in by_role.items() if not reasons[name]}
-        rates = {_own(name, "lr"): (self._optimizer(policy, name).lr, 1.0) for name in by_role}
+        owners = dict.fromkeys(self._owner(policy, name) for name in by_role)
+        rates = {_own(name, "lr"): (self._optimizer(policy, name).lr, 1.0) for name in owners}
+        stepped = dict.fromkeys(self._owner(policy, name) for name in active)
         if not active:
             losses = {_own(name, "loss"): (0.0, 1.0) for name in by_role}
             return UpdateResult(metrics=losses | rates, grad_norm=0.0, skipped=next(iter(reasons.values()), "no terms"))
         try:
             sums = self._backward(minibatch, active)
-            norms = {name: self._optimizer(policy, name).step(f"role {name!r} of policy {policy!r}") for name in active}
+            norms = {n: self._optimizer(policy, n).step(f"role {n!r} of policy {policy!r}") for n in stepped}
         except Exception:
-            for name in active:
+            for name in stepped:
                 self._optimizer(policy, name).drop_gradients()
             raise
         norm = norms.get("actor", next(iter(norms.values())))
@@ -260,12 +296,16 @@ class FsdpBackend:
             raise CapabilityError(
                 f"backend fsdp exports layout 'full', not {layout!r}", fix="use a sync plugin that takes whole tensors"
             )
-        role = self._role(policy, "actor")
-        role.settle()
-        stream: Iterator[tuple[TensorSpec, Tensor]] = role.adapter.export(role.module, role.full_tensors(meta))
+        stream = self._stream(policy, meta)
         for extension in self._extensions:
             if hasattr(extension, "export"):
                 stream = extension.export(stream, layout, policy)
+        return stream
+
+    def _stream(self, policy: str, meta: bool) -> Iterator[tuple[TensorSpec, Tensor]]:
+        role = self._role(policy, "actor")
+        role.settle()
+        stream: Iterator[tuple[TensorSpec, Tensor]] = role.adapter.export(role.module, role.full_tensors(meta))
         return stream
 
     def save(self, folder: Path) -> None:
@@ -295,7 +335,7 @@ class FsdpBackend:
     def _kept(self) -> Iterator[tuple[str, str, Role]]:
         for policy, roles in self._roles.items():
             for name, role in roles.items():
-                if role.spec.update != "frozen":
+                if role.spec.update not in ("frozen", "adapter_off"):
                     yield policy, name, role
 
     def _barrier(self) -> None:
@@ -304,10 +344,15 @@ class FsdpBackend:
 
     def save_model(self, policy: str, folder: Path) -> None:
         """See the contract. Weights have the type that the backend computes in."""
-        stream = ((spec.name, tensor) for spec, tensor in self.export(policy, "full"))
+        stream = self._stream(policy, meta=False)
+        for extension in self._extensions:
+            if hasattr(extension, "save"):
+                stream = extension.save(stream, policy, folder)
+            elif hasattr(extension, "export"):
+                stream = extension.export(stream, "full", policy)
         if self._rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
-        hf_folder.write(folder, stream, keep=self._rank == 0)
+        hf_folder.write(folder, ((spec.name, tensor) for spec, tensor in stream), keep=self._rank == 0)
         if self._rank == 0:
             role = self._role(policy, "actor")
             role.adapter.save_config(role.module, folder)

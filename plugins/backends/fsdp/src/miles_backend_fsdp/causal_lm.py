@@ -18,7 +18,7 @@ import torch
 from miles_backend_fsdp import hf_folder, layout, names
 from miles_backend_fsdp.architecture import check_plain, config_of, empty, unverified_module
 from miles_backend_fsdp.attention import Rows
-from miles_backend_fsdp.module import DISTRIBUTION, Asked, CausalModule, Kept
+from miles_backend_fsdp.module import Asked, CausalModule, Kept
 from miles_backend_fsdp.random_weights import fill
 from miles_core.contracts.weights import TensorSpec
 from miles_core.errors import CapabilityError, LearnerError, ModelSourceError
@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from miles_core.contracts.model import ModelSource
     from miles_core.records import Array
 
-LM_OUTPUTS = frozenset({"logprobs", "entropy"}) | DISTRIBUTION
-VALUE_OUTPUTS = frozenset({"values"})
+HEADS = ("lm", "value", "lm+value")
 WIRE_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 
 
@@ -49,8 +48,13 @@ class CausalLM:
     # --- building ---------------------------------------------------------------------------------------------------
 
     def build(self, source: ModelSource, seed: int, *, head: str = "lm") -> CausalModule:
-        """The module in float32 on CPU, in eval mode. Raises `ModelSourceError` (unknown, unverified or quantised
-        architectures, weights that do not fit)."""
+        """The module in float32 on CPU, in eval mode. `head` is `lm`, `value` or `lm+value`; a value head begins at 0.
+
+        Raises `ModelSourceError` (unknown, unverified or quantised architectures, weights that do not fit) and
+        `CapabilityError` for another head.
+        """
+        if head not in HEADS:
+            raise CapabilityError(f"causal-lm has no head {head!r}", fix="write " + " or ".join(HEADS[:2]))
         config = config_of(source, unverified=self._config.unverified)
         vocabulary = config.vocab_size
         multiple = self._config.pad_vocab_to or 1
@@ -104,11 +108,14 @@ class CausalLM:
     def outputs(self, module: Any, micro: Batch, want: Sequence[Output]) -> Mapping[str, Any]:
         """Output name -> float32 [units, …]; 0 at units that are not trainable, and at first tokens.
 
+        `bootstrap_value` stands at the last unit of each trajectory that has trainable units: the value head's output
+        at that very token. It is 0 elsewhere.
+
         Raises `CapabilityError` for an output that the module's head does not give, and `LearnerError` where a
         trajectory's sampling cannot be applied.
         """
         wanted = tuple(sorted({output.name for output in want}))
-        known = LM_OUTPUTS if module.value is None else VALUE_OUTPUTS
+        known = module.gives
         if set(wanted) - known or not wanted:
             raise CapabilityError(
                 f"causal-lm was asked for {sorted(wanted)}; this head gives {sorted(known)}",
@@ -120,6 +127,7 @@ class CausalLM:
             share=self._share,
             pack_tokens=self._config.pack_tokens,
             costs=self._costs,
+            to_end="bootstrap_value" in wanted,
         )
         device = next(module.parameters()).device
 
@@ -133,9 +141,11 @@ class CausalLM:
         _check_ids(asked, module.vocabulary)
         with torch.set_grad_enabled(torch.is_grad_enabled() and any(output.grad for output in want)):
             found = module(put(plan.tokens), put(plan.positions), rows, asked)
-            units = put(plan.units)
+            at = dict.fromkeys(found, put(plan.units))
+            if plan.end_units is not None:
+                at["bootstrap_value"] = put(plan.end_units)
             return {
-                name: value.new_zeros((micro.units, *value.shape[1:])).index_copy(0, units, value)
+                name: value.new_zeros((micro.units, *value.shape[1:])).index_copy(0, at[name], value)
                 for name, value in found.items()
             }
 
@@ -194,7 +204,8 @@ def _asked(micro: Batch, plan: layout.Layout, wanted: tuple[str, ...], want: Seq
             tempered = put(per_unit)
     kept = _kept(micro, plan.units, trajectory, targets, put)
     ids, k = _given_ids(micro, plan.units, want), _given_k(want)
-    return Asked(wanted, put(plan.predictors), put(targets), tempered, kept, None if ids is None else put(ids), k)
+    ends = None if plan.ends is None else put(plan.ends)
+    return Asked(wanted, put(plan.predictors), put(targets), tempered, kept, None if ids is None else put(ids), k, ends)
 
 
 def _given_ids(micro: Batch, units: Array, want: Sequence[Output]) -> Array | None:

@@ -13,7 +13,7 @@ NumPy only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,8 +43,9 @@ class Layout:
 
     `tokens` int64 [rows, width]; `positions` int64, of that shape or [1, width]. `predictors` int64 [n]: where in
     the flattened grid the distribution of a needed unit is read; `units` int64 [n], ascending: those units in the
-    micro-batch. `buckets` is `None` in the padded layout; otherwise int64 [rows of the bucket, longest of it] indices
-    into the flattened grid (padding repeats index 0), and `inverse` int64 [rows * width] says where in the
+    micro-batch. `ends` int64 [rows], where asked for: the last token of every row in the flattened grid; `end_units`
+    int64 [rows]: those units. `buckets` is `None` in the padded layout; otherwise int64 [rows of the bucket, longest of
+    it] indices into the flattened grid (padding repeats index 0), and `inverse` int64 [rows * width] says where in the
     concatenated, flattened buckets each packed token's attention is found.
     """
 
@@ -54,6 +55,8 @@ class Layout:
     units: Array
     buckets: tuple[Array, ...] | None = None
     inverse: Array | None = None
+    ends: Array | None = None
+    end_units: Array | None = None
 
     @property
     def fed(self) -> int:
@@ -78,14 +81,17 @@ def fed_lengths(micro: Batch, units: Array) -> Array:
     return fed
 
 
-def build(micro: Batch, *, choice: str, share: bool, pack_tokens: int, costs: Costs) -> Layout:
-    """The layout of `micro`: `choice` is `padded`, `packed` or `auto` (the cheaper one by `costs`)."""
+def build(micro: Batch, *, choice: str, share: bool, pack_tokens: int, costs: Costs, to_end: bool = False) -> Layout:
+    """The layout of `micro`: `choice` is `padded`, `packed` or `auto` (the cheaper one by `costs`).
+
+    With `to_end` trajectories that need anything are fed whole, and the layout says where their last tokens are.
+    """
     units = needed_units(micro)
     fed = fed_lengths(micro, units)
     rows = np.flatnonzero(fed)
     if not len(rows):
-        return _nothing()
-    lengths = fed[rows]
+        return _nothing(to_end)
+    lengths = micro.lengths[rows] if to_end else fed[rows]
     width = int(lengths.max())
     within = np.arange(width)
     valid = within < lengths[:, None]
@@ -102,20 +108,27 @@ def build(micro: Batch, *, choice: str, share: bool, pack_tokens: int, costs: Co
         if choice == "packed" or _packed_is_cheaper(count, groups, lengths, tokens.size, width, costs):
             packed = (nodes, count, groups)
     if packed is None:
-        return Layout(
+        found = Layout(
             tokens=tokens,
             positions=within[None],
             predictors=row * width + column,
             units=units,
         )
-    return _pack(*packed, tokens, valid, lengths, row, column, units, pack_tokens)
+        at = np.arange(len(rows)) * width + lengths - 1
+    else:
+        found = _pack(*packed, tokens, valid, lengths, row, column, units, pack_tokens)
+        at = packed[0][np.arange(len(rows)), lengths - 1]
+    if not to_end:
+        return found
+    return replace(found, ends=at, end_units=micro.offsets[rows] + lengths - 1)
 
 
-def _nothing() -> Layout:
+def _nothing(to_end: bool) -> Layout:
     """A forward of one token that no unit needs: ranks must run their collectives together."""
     zero = np.zeros((1, 1), np.int64)
     none = np.zeros(0, np.int64)
-    return Layout(tokens=zero, positions=zero, predictors=none, units=none)
+    ends = none if to_end else None
+    return Layout(tokens=zero, positions=zero, predictors=none, units=none, ends=ends, end_units=ends)
 
 
 def _distinct(lengths: Array, valid: Array) -> tuple[Array, int]:

@@ -6,7 +6,7 @@ All of it happens inside the forward of the root module, because that is where a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,8 +17,12 @@ from torch.utils.checkpoint import checkpoint
 from miles_backend_fsdp.attention import Rows
 from miles_core.numerics.distill import ABSENT
 
+#: Outputs of a value head.
+VALUE_OUTPUTS = frozenset({"values", "bootstrap_value"})
 #: Outputs that need log-probabilities of tokens other than the one that stands there.
 DISTRIBUTION = frozenset({"token_logprobs", "topk_ids", "topk_logprobs", "rest_logprobs"})
+#: Outputs of a language model's head.
+LM_OUTPUTS = frozenset({"logprobs", "entropy"}) | DISTRIBUTION
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,8 @@ class Asked:
 
     `predictors` int64 [n] into the flattened grid; `targets` int64 [n]; `temperature` float32 [n] or `None` for 1;
     `kept` or `None` where no unit has a kept set; `ids` int64 [n, m] for `token_logprobs` and `rest_logprobs`; `k` for
-    `topk_ids` and `topk_logprobs`, and for `rest_logprobs` where there are no `ids`.
+    `topk_ids` and `topk_logprobs`, and for `rest_logprobs` where there are no `ids`; `ends` int64 [rows] into the grid
+    for `bootstrap_value`.
     """
 
     names: tuple[str, ...]
@@ -50,26 +55,50 @@ class Asked:
     kept: Kept | None = None
     ids: Tensor | None = None
     k: int = 0
+    ends: Tensor | None = None
 
 
 class CausalModule(nn.Module):
-    """`lm` is the Hugging Face model; `value`, where the head is a value head, one linear output."""
+    """`lm` is the Hugging Face model; `value`, where the head is a value head, one linear output that begins at 0.
+
+    `head` is `lm`, `value` (then `lm` has no head of its own), or `lm+value`: both on one trunk.
+    """
 
     def __init__(self, lm: Any, vocabulary: int, head: str, logits_limit: int) -> None:
         super().__init__()
         self.lm = lm
         self.vocabulary = vocabulary  # without padding
         self.logits_limit = logits_limit  # elements
-        self.value = nn.Linear(lm.config.hidden_size, 1, dtype=torch.float32) if head == "value" else None
+        self.value = None
+        if head != "lm":
+            with torch.device("meta"):  # where nothing is drawn
+                self.value = nn.Linear(lm.config.hidden_size, 1, dtype=torch.float32)
+            self.value.to_empty(device="cpu")
+            nn.init.zeros_(self.value.weight)
+            nn.init.zeros_(self.value.bias)
+        self.gives = (LM_OUTPUTS if "lm" in head else frozenset()) | (VALUE_OUTPUTS if "value" in head else frozenset())
         if head == "value":
             lm.lm_head = nn.Identity()
 
     def forward(self, tokens: Tensor, positions: Tensor, rows: Rows | None, asked: Asked) -> dict[str, Tensor]:
-        """Name -> [n], float32; `token_logprobs` [n, m], `topk_logprobs` [n, k], `topk_ids` int32 [n, k]."""
-        hidden = self.lm.model(input_ids=tokens, position_ids=positions, use_cache=False, miles_rows=rows)[0]
-        hidden = hidden.reshape(-1, hidden.shape[-1]).index_select(0, asked.predictors)
+        """Name -> [n], float32; `token_logprobs` [n, m], `topk_logprobs` [n, k], `topk_ids` int32 [n, k],
+        `bootstrap_value` [rows]."""
+        grid = self.lm.model(input_ids=tokens, position_ids=positions, use_cache=False, miles_rows=rows)[0]
+        grid = grid.reshape(-1, grid.shape[-1])
+        hidden = grid.index_select(0, asked.predictors)
+        values: dict[str, Tensor] = {}
         if self.value is not None:
-            return {"values": self.value(hidden).float().squeeze(-1).clone()}  # no view may leave a sharded module
+            if "values" in asked.names:  # cloned: no view may leave a sharded module
+                values["values"] = self.value(hidden).float().squeeze(-1).clone()
+            if asked.ends is not None:
+                values["bootstrap_value"] = self.value(grid.index_select(0, asked.ends)).float().squeeze(-1).clone()
+            asked = replace(asked, names=tuple(n for n in asked.names if n not in VALUE_OUTPUTS))
+            if not asked.names:
+                return values
+        return values | self._head(hidden, asked)
+
+    def _head(self, hidden: Tensor, asked: Asked) -> dict[str, Tensor]:
+        """What the language model's head gives, in recomputed chunks where its logits would be many."""
         n = len(asked.predictors)
         step = max(1, self.logits_limit // self.lm.config.vocab_size)
         if n <= step:

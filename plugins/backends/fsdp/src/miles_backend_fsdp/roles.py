@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 
     from miles_core.contracts.backend import RoleSpec
 
-UPDATES = ("trained", "frozen", "copy", "ema")
+UPDATES = ("trained", "frozen", "copy", "ema", "adapter_off", "shares")
+#: Ways of updating under which a role has no module of its own, but that of the role it starts from.
+BORROWED = ("adapter_off", "shares")
 
 
 def check(spec: RoleSpec) -> None:
@@ -32,6 +35,50 @@ def check(spec: RoleSpec) -> None:
             f"role {spec.name!r} has update {spec.update!r}; backend fsdp knows {', '.join(UPDATES)}",
             fix="use one of these for the role",
         )
+    if spec.update == "adapter_off" and not spec.init:
+        raise CapabilityError(
+            f"role {spec.name!r} has update 'adapter_off' and names no role whose adapters are off",
+            fix=f"set roles.{spec.name}.init: actor",
+        )
+
+
+def origin(specs: Mapping[str, RoleSpec], name: str) -> str:
+    """The role with a module of its own whose weights `name` starts from."""
+    found = specs[name].init
+    while specs[found].update in BORROWED:
+        found = specs[found].init
+    return found
+
+
+def shared_heads(specs: Mapping[str, RoleSpec]) -> dict[str, str]:
+    """Roles with update `shares` -> the trained role on whose module their value head stands.
+
+    Raises `CapabilityError` where that role is not a trained language model, or has another head already.
+    """
+    found: dict[str, str] = {}
+    for name, spec in specs.items():
+        if spec.update != "shares":
+            continue
+        owner = specs[spec.init]
+        if (owner.update, owner.head, spec.head) != ("trained", "lm", "value") or spec.init in found.values():
+            raise CapabilityError(
+                f"role {name!r} (head {spec.head!r}) would share the module of role {spec.init!r} (update "
+                f"{owner.update!r}, head {owner.head!r}); backend fsdp puts one value head beside a trained lm head",
+                fix=f"write roles.{name}: {{init: {spec.init}, update: shares, head: value}}, or update: trained",
+            )
+        found[name] = spec.init
+    return found
+
+
+def moving_of(specs: Mapping[str, RoleSpec], name: str, modules: Mapping[str, nn.Module]) -> frozenset[str]:
+    """Names of the parameters of role `name` that ever change. Before gradients are switched off for whole roles."""
+    spec = specs[name]
+    if spec.update == "trained":
+        return frozenset(n for n, p in modules[name].named_parameters() if p.requires_grad)
+    if spec.update in ("copy", "ema"):
+        followed = moving_of(specs, origin(specs, name), modules)
+        return followed & {n for n, _ in modules[name].named_parameters()}
+    return frozenset()
 
 
 def start_from(target: nn.Module, origin: nn.Module, what: str) -> None:
@@ -47,12 +94,24 @@ def start_from(target: nn.Module, origin: nn.Module, what: str) -> None:
 
 
 class Role:
-    """`module` is sharded in place; between forwards its parameters are shards."""
+    """`module` is sharded in place; between forwards its parameters are shards.
+
+    `moving` names the parameters that ever change: those that are trained, and in a role that follows another one,
+    those that are trained there. The rest (what an extension froze) is built again, and no checkpoint holds it.
+    """
 
     def __init__(
-        self, spec: RoleSpec, module: nn.Module, mesh: DeviceMesh, config: FsdpConfig, total: int, rank: int
+        self,
+        spec: RoleSpec,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        config: FsdpConfig,
+        total: int,
+        rank: int,
+        moving: frozenset[str],
     ) -> None:
         self.spec = spec
+        self.moving = moving
         self.adapter: Any = spec.adapter
         self.trained = spec.update == "trained"
         self.recompute = Recompute()
@@ -68,6 +127,12 @@ class Role:
         self.optimizer: RoleOptimizer | None = None
         if self.trained:
             self.optimizer = RoleOptimizer(module, spec.optimizer or OptimizerConfig(), total, self._ranks)
+
+    def without_adapters(self, spec: RoleSpec) -> Role:
+        """The same module as the role of `spec`: an extension switches its adapters off around every forward."""
+        role = copy.copy(self)
+        role.spec, role.trained, role.optimizer, role.moving = spec, False, None, frozenset()
+        return role
 
     def settle(self) -> None:
         """Let go of gathered parameters: what follows reads or writes shards."""
@@ -88,8 +153,9 @@ class Role:
     def shards(self, prefix: str) -> dict[str, Shard]:
         """Everything that a checkpoint holds of this role, as this rank's rows (the live memory)."""
         self.settle()
-        shapes = {name: tuple(p.shape) for name, p in self.module.named_parameters()}
-        tensors = {f"weight/{name}": local(p) for name, p in self.module.named_parameters()}
+        moving = {name: p for name, p in self.module.named_parameters() if name in self.moving}
+        shapes = {name: tuple(p.shape) for name, p in moving.items()}
+        tensors = {f"weight/{name}": local(p) for name, p in moving.items()}
         if self.optimizer is not None:
             tensors |= self.optimizer.tensors()
         found = {}
@@ -101,17 +167,19 @@ class Role:
 
     @torch.no_grad()
     def blend(self, source: Role, decay: float) -> None:
-        """weights = decay · weights + (1 − decay) · those of `source`."""
+        """weights = decay · weights + (1 − decay) · those of `source`, where either side ever changes."""
         self.settle()
         source.settle()
         ours = dict(self.module.named_parameters())
         theirs = dict(source.module.named_parameters())
-        if {n: p.shape for n, p in ours.items()} != {n: p.shape for n, p in theirs.items()}:
+        if any(name not in theirs or theirs[name].shape != p.shape for name, p in ours.items()):
             raise BackendError(
                 f"roles {self.spec.name!r} and {source.spec.name!r} have different parameters and cannot be blended",
                 fix="give both the same model and head",
             )
         for name, parameter in ours.items():
+            if name not in self.moving | source.moving:
+                continue  # equal, and rounding must not change that
             if decay == 0.0:
                 local(parameter).copy_(local(theirs[name]))
             else:

@@ -51,6 +51,7 @@ OURS = {
         *("stage:reward_kl", "stage:overlong", "filter:dynamic_sampling"),
         *("term:clip", "term:cispo", "term:reinforce", "term:kl", "term:entropy"),
     ),
+    "miles-algo-correction": ("stage:tis", "stage:icepop", "stage:mis", "stage:bypass", "term:opsm"),
     "miles-algo-ppo": ("algorithm:ppo", "stage:gae", "term:value"),
     "miles-algo-dpo": ("algorithm:dpo", "term:dpo"),
     "miles-algo-sft": ("algorithm:sft", "term:sft"),

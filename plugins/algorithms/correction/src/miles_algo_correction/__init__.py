@@ -1,0 +1,1 @@
+"""Off-policy corrections: `tis`, `icepop`, `mis`, `bypass` (static) and `opsm` (a dynamic weight)."""

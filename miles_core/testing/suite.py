@@ -17,7 +17,6 @@ import typing
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -126,14 +125,15 @@ class Conformance:
         return scan().load(self.kind, self.name).provider
 
     def config(self) -> Any:
-        """The plugin's config, from `options`."""
+        """The plugin's config, from `options` as a run file would write them (or as typed values)."""
+        from miles_core.config.binding import convert, hints
+
         kind = self.the_provider().config
-        hints = typing.get_type_hints(kind)
-        given = {}
-        for key, value in self.options.items():
-            hint = hints.get(key)
-            enum = isinstance(hint, type) and issubclass(hint, Enum) and not isinstance(value, Enum)
-            given[key] = hint(value) if enum else value  # type: ignore[misc]
+        typed = hints(kind)  # type: ignore[arg-type]
+        given = {
+            key: convert(typed[key], value, key) if key in typed and type(value) in (str, list, dict) else value
+            for key, value in self.options.items()
+        }
         return kind(**given)
 
     def offered(self) -> frozenset[str]:

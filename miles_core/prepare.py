@@ -19,6 +19,7 @@ from miles_core.errors import DataError, LateDataError, ModelSourceError, Plugin
 from miles_core.provider import Place
 from miles_core.records import Sampling
 from miles_core.sampler import SamplingPolicy
+from miles_core.vocabulary import check_vocabulary
 from miles_core.wiring import Wiring, sources_of
 
 if TYPE_CHECKING:
@@ -155,6 +156,10 @@ def model_sources(run_file: RunFile, catalogue: Catalogue, export: RunLoader, be
             else shared
             for name, role in policy.roles.items()
         }
+        for name, role in policy.roles.items():
+            if role.source:
+                path = f"{policy.at}.roles.{name}" if policy.at else f"roles.{name}"
+                check_vocabulary(found[policy.name]["actor"], found[policy.name][name], path)
     return found
 
 

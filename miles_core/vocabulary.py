@@ -1,0 +1,67 @@
+"""Whether two models mean the same by a token id: every role of a policy is fed the actor's tokens.
+
+Judged by `tokenizer.json` where both models have one, else by `vocab_size` of their configurations.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from miles_core.errors import ModelSourceError, blamed
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from miles_core.contracts.model import ModelSource
+
+
+def check_vocabulary(actor: ModelSource, other: ModelSource, what: str) -> None:
+    """Raise `ModelSourceError` where `other`, the source of `what`, has not all of the actor's tokens under their ids.
+
+    It may know more of them. Sizes are compared only where a tokenizer is missing: models of one family are padded
+    differently.
+    """
+    ours, theirs = _tokens(actor), _tokens(other)
+    fix = f"give {what} a model with the actor's tokenizer"
+    if ours is None or theirs is None:
+        sizes = _size(actor), _size(other)
+        if None not in sizes and sizes[0] != sizes[1]:
+            raise ModelSourceError(
+                f"{what} ({other.asked}) has {sizes[1]} tokens in its vocabulary, the actor ({actor.asked}) has {sizes[0]}",
+                fix=fix,
+            )
+        return
+    for index, token in ours.items():
+        if theirs.get(index) != token:
+            found = repr(theirs[index]) if index in theirs else "no token"
+            raise ModelSourceError(
+                f"token {index} is {token!r} to the actor ({actor.asked}) and {found} to {what} ({other.asked}): their "
+                "vocabularies differ",
+                fix=fix,
+            )
+
+
+def _tokens(source: ModelSource) -> dict[int, str] | None:
+    """Id -> token, of the model's own tokenizer file."""
+    folder = source.folder or source.tokenizer_folder
+    if folder is None or not (folder / "tokenizer.json").is_file():
+        return None
+    data = _read(folder / "tokenizer.json")
+    with blamed(f"{folder / 'tokenizer.json'} is no tokenizer", ModelSourceError, "repair it, or name another folder"):
+        vocabulary = data["model"]["vocab"]
+        if isinstance(vocabulary, list):  # unigram: [piece, score]
+            vocabulary = {entry[0]: index for index, entry in enumerate(vocabulary)}
+        found = {int(index): str(token) for token, index in vocabulary.items()}
+        return found | {int(entry["id"]): str(entry["content"]) for entry in data.get("added_tokens") or ()}
+
+
+def _size(source: ModelSource) -> int | None:
+    config = source.architecture if source.folder is None else _read(source.folder / "config.json")
+    size = config.get("vocab_size")
+    return size if isinstance(size, int) else None
+
+
+def _read(path: Path) -> Any:
+    with blamed(f"{path} cannot be read", ModelSourceError, "repair it, or name another folder"):
+        return json.loads(path.read_text(encoding="utf-8"))

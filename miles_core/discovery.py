@@ -57,6 +57,7 @@ OURS = {
     "miles-algo-sft": ("algorithm:sft", "term:sft"),
     "miles-env-arithmetic": ("env:arithmetic",),
     "miles-env-jsonl": ("env:jsonl",),
+    "miles-env-reasoning-gym": ("env:reasoning-gym",),
     "miles-model-gguf": ("model:.gguf", "model:gguf:"),
 }
 

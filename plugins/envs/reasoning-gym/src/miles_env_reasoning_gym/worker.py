@@ -1,0 +1,269 @@
+"""The worker process: builds data sets, draws items and judges answers. Run as a script, never imported by Miles.
+
+It stands alone (standard library and reasoning-gym), so that it starts quickly, and runs with `PYTHONHASHSEED=0`: some
+data sets walk over sets of strings, and would give other items in every process. Requests and answers are lines of
+JSON on one socket, which is its standard input. It ends when the socket closes, and kills itself where one item takes
+longer than its deadline, so that nothing hangs on after its parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import json
+import math
+import resource
+import signal
+import socket
+import sys
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+BIG = 2**31 - 1  # items are numbered below this
+SIZE = 500  # items of one seed, for data sets that have no more
+CHUNKS = 16  # seeds of those
+KEPT_DATASETS, KEPT_ITEMS = 128, 64
+
+
+class Refused(Exception):
+    """A spec that cannot be used: (message, fix)."""
+
+
+class Catalogue:
+    """Data sets and items, the latest ones kept."""
+
+    def __init__(self) -> None:
+        self._built: OrderedDict[str, Any] = OrderedDict()
+        self._items: OrderedDict[tuple[str, int], Any] = OrderedDict()
+        self._bounded: dict[str, bool] = {}
+
+    def dataset(self, spec: dict[str, Any], seed: int) -> Any:
+        key = json.dumps([spec, seed], sort_keys=True)
+        if key not in self._built:
+            self._built[key] = _built(spec, seed)
+            while len(self._built) > KEPT_DATASETS:
+                self._built.popitem(last=False)
+        return self._built[key]
+
+    def bounded(self, spec: dict[str, Any]) -> bool:
+        """Whether the data set makes a list of `size` items beforehand, in place of one item a number."""
+        key = json.dumps(spec, sort_keys=True)
+        if key not in self._bounded:
+            try:
+                self.dataset(spec, 0)[BIG]
+            except IndexError:
+                self._bounded[key] = True
+            except Exception:
+                self._bounded[key] = False  # this one item is bad; others may be fine
+            else:
+                self._bounded[key] = False
+        return self._bounded[key]
+
+    def item(self, spec: dict[str, Any], index: int) -> tuple[Any, dict[str, Any]]:
+        """(data set, item)."""
+        seed, place = 0, index
+        if self.bounded(spec):
+            seed, place = divmod(index % (SIZE * CHUNKS), SIZE)
+            seed *= SIZE  # items are drawn from seed + place
+        dataset = self.dataset(spec, seed)
+        key = (json.dumps(spec, sort_keys=True), index)
+        if key not in self._items:
+            self._items[key] = dataset[place]
+            while len(self._items) > KEPT_ITEMS:
+                self._items.popitem(last=False)
+        return dataset, self._items[key]
+
+
+def _built(spec: dict[str, Any], seed: int) -> Any:
+    from reasoning_gym.factory import DATASETS
+
+    name, options = spec["name"], dict(spec["options"])
+    if name not in DATASETS:
+        near = difflib.get_close_matches(name, DATASETS, 5, 0.5)
+        what = f"write {near[0]}, if that was meant" if near else "choose one of " + ", ".join(sorted(DATASETS))
+        also = f"; close ones: {', '.join(near)}" if near else ""
+        raise Refused(f"reasoning-gym has no data set {name!r}{also}", what)
+    if name == "composite":
+        raise Refused("composite is a mixture of data sets, and Miles mixes them itself", "list them under `datasets`")
+    dataset_cls, config_cls = DATASETS[name]
+    fields = [f for f in config_cls.__dataclass_fields__ if f not in ("seed", "size")]
+    for key in options:
+        if key in ("seed", "size"):
+            raise Refused(f"{name}: {key} is set by Miles: items are drawn from run.seed without end", f"remove {key}")
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, 1, 0.5)
+            fix = f"write {near[0]}, if that was meant" if near else f"remove {key}"
+            raise Refused(f"{name} has no option {key!r}; it has {', '.join(fields) or 'none'}", fix)
+    wanted = {**options, **_level(spec, options)}
+    try:
+        config = config_cls(**wanted, seed=seed, size=SIZE)
+        if hasattr(config, "validate"):
+            config.validate()
+        return dataset_cls(config)
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}" if str(error) else f"{type(error).__name__}"
+        shown = ", ".join(f"{k}: {v}" for k, v in wanted.items()) or "its defaults"
+        raise Refused(f"{name} refuses {shown}: {told}", "change its options or level") from error
+
+
+def _level(spec: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """What the data set's own curriculum sets at the level of `spec`."""
+    from reasoning_gym.coaching.base_curriculum import DefaultCurriculumContext, RangeAttributeMode
+    from reasoning_gym.factory import create_curriculum, has_curriculum
+
+    name, level = spec["name"], spec["level"]
+    if level is None:
+        return {}
+    if not has_curriculum(name):
+        raise Refused(f"{name} has no levels in reasoning-gym", "set its difficulty through options")
+    curriculum = create_curriculum(name)
+    levels = {key: len(attribute.levels) for key, attribute in curriculum.attributes.items()}
+    highest = max(levels.values(), default=1) - 1
+    shown = ", ".join(f"{key} 0 to {count - 1}" for key, count in levels.items())
+    if isinstance(level, int):
+        if not 0 <= level <= highest:
+            raise Refused(f"{name} has no level {level}", f"choose a level from 0 to {highest}")
+        curriculum.set_global_level(level)
+    else:
+        for key, value in level.items():
+            if key not in levels or not 0 <= value < levels[key]:
+                raise Refused(f"{name} has no level {key}: {value}; it has {shown}", "choose among those")
+            curriculum.set_attr_level(key, value)
+    context = DefaultCurriculumContext(mode=RangeAttributeMode(spec["ranges"]))
+    made = curriculum.generate_configuration(context=context)
+    names = set()
+    for attribute in curriculum.attributes.values():
+        fields = ("field_name", "lower_field_name", "upper_field_name")
+        names |= {getattr(attribute, field) for field in fields if hasattr(attribute, field)}
+    if both := sorted(names & set(options)):
+        raise Refused(f"{name}: {', '.join(both)} is set by level and by options", "drop the option, or the level")
+    return {key: getattr(made, key) for key in sorted(names)}
+
+
+def digest(question: str) -> str:
+    return hashlib.sha256(question.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def split_of(question: str, eval_share: float) -> str:
+    """`train` or `eval`: a property of the question's text alone, so that neither seed nor level makes them meet."""
+    return "eval" if int(digest(question)[:16], 16) < eval_share * 2**64 else "train"
+
+
+class Worker:
+    def __init__(self, catalogue: Catalogue, deadline_s: float) -> None:
+        self._catalogue, self._deadline_s = catalogue, deadline_s
+
+    def check(self, specs: list[dict[str, Any]], **_: Any) -> dict[str, Any]:
+        """Builds each data set once."""
+        for spec in specs:
+            try:
+                self._catalogue.dataset(spec, 0)
+            except Refused as refused:
+                return {"refused": refused.args}
+        return {}
+
+    def draw(self, spec: dict[str, Any], seed: int, start: int, limit: int, split: str, share: float) -> dict[str, Any]:
+        """The first item of `split` among draws `start` to `limit` of the stream `seed`."""
+        raised, last = 0, ""
+        for number in range(start, limit):
+            stream = hashlib.sha256(f"{seed}/{number}".encode()).digest()
+            index = int.from_bytes(stream[:8], "big") % BIG
+            self._arm()
+            try:
+                _, item = self._catalogue.item(spec, index)
+                question, answer = item["question"], item["answer"]
+            except Exception as error:
+                raised, last = raised + 1, f"{type(error).__name__}: {error}"
+                continue
+            if split_of(question, share) == split:
+                answer = None if answer is None else str(answer)
+                return {
+                    **{"number": number, "index": index, "question": question, "answer": answer},
+                    "digest": digest(question),
+                }
+        return {"tried": limit - start, "raised": raised, "last": last[:200]}
+
+    def score(self, spec: dict[str, Any], index: int, digest: str, answer: str) -> dict[str, Any]:
+        try:
+            dataset, item = self._catalogue.item(spec, index)
+        except Exception as error:
+            return {"differs": f"generating it raises {type(error).__name__}: {error}"[:300]}
+        if globals()["digest"](item["question"]) != digest:
+            return {"differs": "it is another question"}
+        try:
+            value = dataset.score_answer(answer, item)
+        except Exception as error:
+            return {"raised": f"{type(error).__name__}: {error}"[:300]}
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            return {"raised": f"the verifier returned {value!r:.80}, not a number"}
+        return {"score": number} if math.isfinite(number) else {"raised": f"the verifier returned {number}"}
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        self._arm()
+        try:
+            found: dict[str, Any] = getattr(self, request.pop("op"))(**request)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        return found
+
+    def _arm(self) -> None:
+        """The alarm's default action ends the process, whatever it is stuck in."""
+        signal.setitimer(signal.ITIMER_REAL, self._deadline_s * 1.5 + 1)
+
+
+def register(modules: list[str], folders: list[str]) -> None:
+    """Import what registers further data sets: files beside the run file, or installed modules."""
+    for name in modules:
+        try:
+            if not name.endswith(".py"):
+                sys.path[:0] = folders
+                importlib.import_module(name)
+                continue
+            path = next((p for p in (Path(folder) / name for folder in folders) if p.is_file()), None)
+            if path is None:
+                raise FileNotFoundError(f"looked in {', '.join(folders)}")
+            spec = importlib.util.spec_from_file_location(f"_miles_datasets_{path.stem}", path)
+            assert spec is not None and spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module  # dataclasses look their module up
+            spec.loader.exec_module(module)
+        except Exception as error:
+            message = f"modules names {name!r}, and importing it fails: {type(error).__name__}: {error}"
+            raise Refused(message, "make it importable, or correct the name") from error
+
+
+def main() -> None:
+    settings = json.loads(sys.argv[1])
+    line = socket.socket(fileno=0)
+    stream = line.makefile("rwb")
+
+    def say(message: dict[str, Any]) -> None:
+        stream.write(json.dumps(message).encode() + b"\n")
+        stream.flush()
+
+    try:
+        import reasoning_gym  # noqa: F401 - registers the data sets
+
+        register(settings["modules"], settings["folders"])
+    except Refused as refused:
+        return say({"refused": refused.args})
+    except Exception as error:
+        text = f"reasoning-gym cannot be imported: {type(error).__name__}: {error}"
+        return say({"refused": (text, "pip install 'miles-env-reasoning-gym'")})
+    limit = settings["memory_mib"] << 20
+    with contextlib.suppress(ValueError, OSError):  # not every system has this limit
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    worker = Worker(Catalogue(), settings["deadline_s"])
+    say({"ready": True})
+    for request in stream:
+        say(worker.answer(json.loads(request)))
+
+
+if __name__ == "__main__":
+    main()

@@ -28,7 +28,8 @@ def check_vocabulary(actor: ModelSource, other: ModelSource, what: str) -> None:
         sizes = _size(actor), _size(other)
         if None not in sizes and sizes[0] != sizes[1]:
             raise ModelSourceError(
-                f"{what} ({other.asked}) has {sizes[1]} tokens in its vocabulary, the actor ({actor.asked}) has {sizes[0]}",
+                f"{what} ({other.asked}) has {sizes[1]} tokens in its vocabulary, the actor ({actor.asked}) has "
+                f"{sizes[0]}",
                 fix=fix,
             )
         return

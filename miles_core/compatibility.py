@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _C, _S, _T, _E = Place.CONTROLLER, Place.SAMPLER, Place.TRAINER, Place.ENGINE
 
 #: Requirements on the run file, which no part offers: `config/rules.py` says what they mean and judges them.
-JUDGED = ("siblings", "aggregation", "behaviour_logprobs", "preference", "role:", "scores_at_ids:")
+JUDGED = ("siblings", "aggregation", "behaviour_logprobs", "preference", "several_updates", "role:", "scores_at_ids:")
 
 #: The Protocol of each (kind, place). A preset's product is a tree, an extension's has optional methods: both below.
 PROTOCOLS: dict[tuple[str, Place], type] = {

@@ -100,9 +100,10 @@ class Learner:
         if batch.n_trajectories:
             batch = self._exclude(batch, groups)
             batch = await self._passes.score(batch, groups, self._trainer)
-            metrics |= {f"train/{name}": value for name, value in measures.batch_mismatch(batch).items()}
+            mismatch = {f"train/{name}": value for name, value in measures.batch_mismatch(batch).items()}
             batch = self._run_stages(batch, metrics)
             metrics |= await self._update(batch)
+            metrics |= mismatch  # π_p of the score pass, where there was one, before what the updates saw
         else:
             metrics["train/skipped_updates"] = (float(self.policy.schedule.updates_per_step), 1.0)
         for name, role in sorted(self.policy.roles.items()):

@@ -76,7 +76,7 @@ class Passes:
         for part, stage in parts:
             scores = getattr(stage, "scores", {})
             for column in sorted((stage.needs | scores.keys()) - have):
-                if column in written:
+                if column in written and column != "proximal_logprobs":  # scored, until a correction replaces it
                     raise refused(
                         policy,
                         f"{part} needs column {column!r}, which is written only after it",

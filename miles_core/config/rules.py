@@ -8,6 +8,7 @@ requirements of its provider:
     aggregation          algorithm.aggregation said by a preset or the user, not left to the default
     behaviour_logprobs   episodes that an engine sampled
     preference           demonstrations in pairs, chosen and rejected
+    several_updates      updates_per_step above 1, or a `bypass`: π must be able to leave π_p
     role:NAME            that role
     scores_at_ids:NAME   that role as a model of the backend: a scorer is not asked for ids that the trainer chooses
 """
@@ -169,6 +170,11 @@ def _requirements(policy: Policy, run_file: RunFile, catalogue: Catalogue) -> Wr
                 f"{this} learns from pairs of demonstrations, and episodes are sampled",
                 f"write {join(policy.at, 'algorithm.episodes')}=demonstrations",
             )
+        if "several_updates" in needs and policy.schedule.updates_per_step == 1 and not _bypassed(policy.algorithm):
+            yield (
+                f"{this} compares π with π_p, and with {join(policy.at, 'schedule.updates_per_step')}=1 they are the same",
+                f"remove {part.at}, or compare with what the engine sampled",
+            )
         for need in sorted(needs):
             what, _, name = need.partition(":")
             role = policy.roles.get(name)
@@ -186,6 +192,10 @@ def _requirements(policy: Policy, run_file: RunFile, catalogue: Catalogue) -> Wr
                 )
 
 
+def _bypassed(algorithm: Algorithm) -> Part | None:
+    return next((part for part in algorithm.many("corrections") if part.use == "bypass"), None)
+
+
 def _algorithm(policy: Policy) -> Wrong:
     at, algorithm = join(policy.at, "algorithm"), policy.algorithm
     advantage = algorithm.one("advantage")
@@ -195,6 +205,19 @@ def _algorithm(policy: Policy) -> Wrong:
             f"{at}.reward_kl is given, and {at}.advantage ({advantage.use}) does not read it",
             f"use {at}.kl (a loss term), or an advantage that takes the KL from the reward",
         )
+    if bypass := _bypassed(algorithm):
+        for part in algorithm.many("corrections"):
+            if part.kind == "stage" and part is not bypass:
+                yield (
+                    f"{bypass.at} puts π_b in place of π_p, so that the ratio corrects all, and {part.at} would correct it "
+                    "once more",
+                    f"remove {bypass.at} or {part.at}",
+                )
+        if (loss := algorithm.one("loss")) and loss.use == "reinforce":
+            yield (
+                f"{bypass.at} leaves all to the ratio of the policy term, and {loss.at} ({loss.use}) has none",
+                f"use clip in {loss.at}, or another correction",
+            )
     terms = [part for field in ("loss", "distill") for part in algorithm.many(field) if part.kind == "term"]
     if all(part.core.coef == 0 for part in terms):
         yield f"{at}.loss has the coefficient 0: nothing would be learned", "give it one"

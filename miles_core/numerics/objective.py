@@ -72,7 +72,7 @@ def evaluate(view_at: ViewAt, terms: Sequence[BoundTerm], trajectory_of: Callabl
 
     `trajectory_of(unit)` names the trajectory of a unit of this micro-batch, for errors only. Raises `LearnerError`
     where an output or a value is not finite at a trainable unit. Sums: `loss` (with coefficients), `<term>` (without),
-    `<term>/<metric>`, and `mismatch/…` where the minibatch has `behaviour_logprobs` but no `proximal_logprobs`.
+    `<term>/<metric>`, and `mismatch/…` of this forward where the minibatch has `behaviour_logprobs`.
     """
     if all(bound.dynamic for bound in terms):
         raise LearnerError("an update without terms", fix="give the trained role a term with a coefficient")
@@ -255,9 +255,10 @@ def _refuse_nonfinite(inputs: _Inputs, found: Sequence[Summand], trajectory_of: 
 
 
 def _mismatch(inputs: _Inputs) -> Sums:
-    """Trainer against engine from this forward, where no proximal pass measured it."""
+    """Trainer against engine from this forward. The learner prefers what a score pass measured; where a correction put
+    π_b in place of π_p there may be none, and the column `proximal_logprobs` says nothing."""
     view = inputs.view
-    if "proximal_logprobs" in view or "behaviour_logprobs" not in view or LOGPROBS not in inputs.outputs:
+    if "behaviour_logprobs" not in view or LOGPROBS not in inputs.outputs:
         return {}
     mask = inputs.trainable
     if "origin" in view:  # the token axis: demonstrations have no behaviour

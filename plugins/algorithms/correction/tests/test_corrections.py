@@ -327,4 +327,4 @@ def test_every_part_explains_itself_and_asks_for_the_engines_log_probabilities()
         assert provider.field == "correction" and "Deviations:" in provider.explain
         assert "behaviour_logprobs" in provider.required(provider.config())
     [opsm] = miles_term()
-    assert not opsm.required(c.OpsmConfig(base=c.Base.proximal))
+    assert opsm.required(c.OpsmConfig(base=c.Base.proximal)) == {"several_updates"}

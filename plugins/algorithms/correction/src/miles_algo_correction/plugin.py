@@ -77,7 +77,7 @@ def _opsm(config: c.OpsmConfig, context: BuildContext) -> Any:
 
 
 def _opsm_requires(config: c.OpsmConfig) -> Iterable[str]:
-    return (BEHAVIOUR,) if config.base is c.Base.behaviour else ()
+    return (BEHAVIOUR,) if config.base is c.Base.behaviour else ("several_updates",)
 
 
 def _provider(name: str, config: type, build: Any, summary: str, requires: Any = (BEHAVIOUR,)) -> Provider[Any, Any]:

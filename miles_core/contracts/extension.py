@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from miles_core.columns import ColumnSpec
     from miles_core.contracts.engine import Request
     from miles_core.contracts.learning import View
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 Purpose = Literal["score", "update"]
 
 #: The optional methods of an extension; anything else public on it is refused with a close match.
-EXTENSION_METHODS = ("on_config", "request", "collect", "model", "micro", "export")
+EXTENSION_METHODS = ("on_config", "request", "collect", "model", "micro", "export", "save")
 
 
 @runtime_checkable
@@ -42,6 +44,9 @@ class CollectsColumns(Protocol):
 
 
 class TransformsModel(Protocol):
+    """May have an attribute `adapted`: the (policy, role) pairs whose modules have adapters by now. A role with
+    `update: adapter_off` runs such a module of its origin, and `micro` switches the adapters off for it."""
+
     def model(self, module: Any, role: str, policy: str) -> Any:
         """The module after build and before sharding (place `trainer`)."""
 
@@ -56,3 +61,11 @@ class TransformsExport(Protocol):
         self, stream: Iterator[tuple[TensorSpec, Tensor]], layout: Layout, policy: str
     ) -> Iterator[tuple[TensorSpec, Tensor]]:
         """The weight stream; works on meta tensors too. Raises `CapabilityError` for a layout it does not support."""
+
+
+class WritesFolder(Protocol):
+    def save(
+        self, stream: Iterator[tuple[TensorSpec, Tensor]], policy: str, folder: Path
+    ) -> Iterator[tuple[TensorSpec, Tensor]]:
+        """In place of `export` where a Hugging Face folder is written (`Backend.save_model`): whole weights, whatever
+        engines are sent. May write files of its own into `folder`, on rank 0."""

@@ -29,14 +29,18 @@ def test_products_keep_their_contracts() -> None:
     assert isinstance(miles_model().build(CausalLMConfig(), context()), ModelAdapter)
 
 
-def test_prefixes_are_not_shared_under_an_extension_that_wraps_the_forward() -> None:
+def test_prefixes_are_not_shared_under_an_extension_that_brings_values_per_token() -> None:
     class Wrapping:
         name, columns = "wrapping", ()
 
         def micro(self, view: object, role: str, purpose: str) -> None: ...
 
+    class Replaying(Wrapping):
+        columns = ("wrapping.experts",)
+
     assert miles_model().build(CausalLMConfig(), context())._share  # type: ignore[attr-defined]
-    assert not miles_model().build(CausalLMConfig(), context(extensions=(Wrapping(),)))._share  # type: ignore[attr-defined]
+    assert miles_model().build(CausalLMConfig(), context(extensions=(Wrapping(),)))._share  # type: ignore[attr-defined]
+    assert not miles_model().build(CausalLMConfig(), context(extensions=(Replaying(),)))._share  # type: ignore[attr-defined]
 
 
 def test_registering_imports_nothing_heavy() -> None:

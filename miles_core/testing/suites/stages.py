@@ -219,16 +219,16 @@ class AdvantageConformance(StageConformance):
             if batch.specs[name].level == Level.UNIT and batch.columns[name].dtype.kind == "f":
                 batch = batch.with_columns({name: np.zeros_like(batch.columns[name])}, ())
         column = np.asarray(self.call(batch).columns["advantages"], np.float64)
-        means = [float(v[t].mean()) for v, t in self._rows(batch, column)]
+        # At the last token: before it, what is discounted depends on the length of the answer.
+        ends = [float(v[t][-1]) for v, t in self._rows(batch, column)]
         reward = batch.columns["reward"][batch.episode_of]
         group = batch.group_of[batch.episode_of]
         for g in range(batch.n_groups):
             mine = np.flatnonzero(group == g)
             order = mine[np.argsort(reward[mine])]
-            rising = all(means[a] <= means[b] + 1e-6 for a, b in pairwise(order))
-            check("a higher reward never has a lower advantage in its group", rising, [means[i] for i in order])
-        many = np.array([means[i] for i in range(len(means))])
-        check("different rewards give different advantages", float(np.ptp(many)) > 1e-6, many)
+            rising = all(ends[a] <= ends[b] + 1e-6 for a, b in pairwise(order))
+            check("a higher reward never has a lower advantage in its group", rising, [ends[i] for i in order])
+        check("different rewards give different advantages", float(np.ptp(ends)) > 1e-6, ends)
         noise = 1e-9 * np.random.default_rng(0).standard_normal(batch.n_episodes)
         alike = self.call(batch.with_columns({"reward": 0.7 + noise}, ())).columns["advantages"]
         last = np.array([v[t][-1] for v, t in self._rows(batch, np.asarray(alike, np.float64))])

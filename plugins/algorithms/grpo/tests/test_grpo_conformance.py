@@ -1,61 +1,31 @@
 """Every part and preset against the kit, with the options that change what they compute."""
 
+import pytest
 from miles_algo_grpo import conformance
 
-from miles_core.testing import AdvantageConformance, EntropyConformance, LossConformance, PresetConformance
+from miles_core.testing import PresetConformance
+from miles_core.testing import suite as kit
+
+SUITES = [s for s in vars(conformance).values() if isinstance(s, type) and issubclass(s, kit.Conformance) and s.name]
+PRESETS = ["grpo", "dr_grpo", "rloo", "dapo", "gspo", "cispo", "reinforce_pp", "reinforce_pp_baseline"]
 
 
-class TestGrpo(PresetConformance):
-    name = "grpo"
+@pytest.mark.parametrize(("suite", "test"), [(s, t) for s in SUITES for t in kit.tests(s)])
+def test_part(suite, test):
+    (result,) = kit.run_class(suite, only=test)
+    assert result.passed, result.detail
 
 
-class TestDrGrpo(PresetConformance):
-    name = "dr_grpo"
+@pytest.mark.parametrize("preset", PRESETS)
+def test_preset(preset):
+    suite = type("Suite", (PresetConformance,), {"name": preset})
+    failed = [r for r in kit.run_class(suite) if not r.passed]
+    assert not failed, failed
 
 
-class TestRloo(PresetConformance):
-    name = "rloo"
+def test_every_part_has_a_suite():
+    from miles_algo_grpo import plugin
 
-
-class TestGroup(conformance.GroupConformance):
-    pass
-
-
-class TestGroupCentred(conformance.CentredConformance):
-    pass
-
-
-class TestLeaveOneOut(AdvantageConformance):
-    name = "leave_one_out"
-
-
-class TestClip(conformance.ClipConformance):
-    pass
-
-
-class TestClipDual(conformance.DualConformance):
-    pass
-
-
-class TestClipSequence(conformance.SequenceConformance):
-    pass
-
-
-class TestReinforce(LossConformance):
-    name = "reinforce"
-
-
-class TestKl(conformance.DefaultKlConformance):
-    pass
-
-
-class TestKlUnbiased(conformance.UnbiasedConformance):
-    pass
-
-
-class TestKlLowVar(conformance.LowVarConformance):
-    pass
-
-
-class TestEntropy(EntropyConformance):
-    name = "entropy"
+    offered = [*plugin.miles_stage(), plugin.miles_filter(), *plugin.miles_term()]
+    assert {p.name for p in offered} == {s.name for s in SUITES}
+    assert {p.name for p in plugin.miles_algorithm()} == set(PRESETS)

@@ -12,6 +12,7 @@ from miles_core import hookimpl
 from miles_core.provider import BuildContext, Provider
 
 SIBLINGS = ("siblings",)  # compares the episodes of a group: nothing to learn from a group of one
+REFERENCE = ("role:reference",)
 
 
 @hookimpl
@@ -147,6 +148,7 @@ def miles_stage() -> list[Provider]:
             _stage("RewardKl"),
             "reward_kl",
             "KL to the role `reference`, taken off the reward",
+            REFERENCE,
         ),
         stage("overlong", c.OverlongConfig, _overlong, "penalty", "a slope before the longest answer (DAPO)"),
     ]
@@ -223,6 +225,6 @@ def miles_term() -> list[Provider]:
         term("clip", c.ClipConfig, _clip, "loss", "PPO's clipped ratio, of tokens or of answers", _clip_requires),
         term("cispo", c.CispoConfig, _cispo, "loss", "−sg(clip(ρ))·A·π"),
         term("reinforce", c.ReinforceConfig, _reinforce, "loss", "−A·π"),
-        term("kl", c.KlConfig, _kl, "kl", "KL to the role `reference`, as a loss"),
+        term("kl", c.KlConfig, _kl, "kl", "KL to the role `reference`, as a loss", REFERENCE),
         term("entropy", c.EntropyConfig, _entropy, "entropy", "−H"),
     ]

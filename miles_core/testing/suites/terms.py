@@ -75,10 +75,10 @@ class TorchLibrary(ArrayLibrary):
         return bool(x.requires_grad)
 
     def backward(self, loss: Any, leaf: Any) -> Array:
-        if not self.attached(loss):
-            return np.zeros(tuple(leaf.shape))
-        loss.backward()
-        return np.zeros(tuple(leaf.shape)) if leaf.grad is None else np.asarray(leaf.grad.numpy())
+        found = None
+        if self.attached(loss):  # nothing accumulates, so that several leaves may be asked of one loss
+            (found,) = self._torch.autograd.grad(loss, leaf, retain_graph=True, allow_unused=True)
+        return np.zeros(tuple(leaf.shape)) if found is None else np.asarray(found.numpy())
 
 
 class Watched:
@@ -237,7 +237,7 @@ class TermConformance(Conformance):
         plain = library.numbers(term(self.view(library, batch, leaves)).value)
         group = batch.group_of[batch.episode_of_unit]
         last = group == batch.n_groups - 1
-        moved = {o: library.leaf(self.start(batch, o) + 0.3 * last) for o in leaves}
+        moved = {o: library.leaf((x := self.start(batch, o)) + 0.3 * _beside(last, x)) for o in leaves}
         other = library.numbers(term(self.view(library, batch, moved)).value)
         per_unit = {"unit": ~last, "trajectory": group[batch.offsets[:-1]] != batch.n_groups - 1}
         keep = per_unit.get(term.level)
@@ -300,7 +300,7 @@ class TermConformance(Conformance):
             found = [library.numbers(self.term()(self.view(library, batch, leaves)).value)]
             if not self.dynamic and np.isfinite(found[0]).all():
                 loss = self.loss(library, batch, leaves)
-                found += [library.backward(loss, x) for o, x in leaves.items() if o.grad][:1]
+                found += [library.backward(loss, x) for o, x in leaves.items() if o.grad]
             check("log-ratios of ±100 stay finite", all(np.isfinite(x).all() for x in found), (far, found))
         if self.dynamic:
             return
@@ -308,7 +308,7 @@ class TermConformance(Conformance):
         nothing = batch.with_columns({"trainable": zeros.astype(bool), "weight.term": zeros}, ())
         leaves = self.leaves(library, nothing)
         loss = self.loss(library, nothing, leaves)
-        found = [library.numbers(loss), *(library.backward(loss, x) for o, x in leaves.items() if o.grad)][:2]
+        found = [library.numbers(loss), *(library.backward(loss, x) for o, x in leaves.items() if o.grad)]
         check("where nothing is trainable, loss and gradient are 0", not any(x.any() for x in found), found)
 
     def test_gradient(self) -> None:
@@ -322,15 +322,16 @@ class TermConformance(Conformance):
             gradient = library.backward(self.loss(library, batch, leaves), leaves[output])
             base = {o: self.start(batch, o) for o in leaves}
             for unit in np.flatnonzero(batch.columns["trainable"])[::4]:
-                step = np.zeros(batch.units)
-                step[unit] = 1e-5
+                at = (int(unit), *(int(unit) % n for n in base[output].shape[1:]))
+                step = np.zeros(base[output].shape)
+                step[at] = 1e-5
                 ends = []
                 for sign in (1.0, -1.0):
-                    moved = {o: library.leaf(v + sign * step * (o == output)) for o, v in base.items()}
+                    moved = {o: library.leaf(v + sign * step if o == output else v) for o, v in base.items()}
                     ends.append(float(library.numbers(self.loss(library, batch, moved))))
                 numeric = (ends[0] - ends[1]) / 2e-5
-                near = abs(numeric - gradient[unit]) < 1e-6 + 1e-4 * abs(numeric)
-                check("the gradient is that of the value", near, (output.name, int(unit), numeric, gradient[unit]))
+                near = abs(numeric - gradient[at]) < 1e-6 + 1e-4 * abs(numeric)
+                check("the gradient is that of the value", near, (output.name, at, numeric, gradient[at]))
 
     def test_masked_garbage(self) -> None:
         if self.dynamic:
@@ -343,15 +344,21 @@ class TermConformance(Conformance):
             for name in self.term().needs | {"proximal_logprobs", "behaviour_logprobs"}:
                 column = batch.columns[name]
                 if batch.specs[name].level == Level.UNIT and column.dtype.kind == "f":
-                    columns[name] = np.where(dead, garbage, column).astype(column.dtype)
+                    columns[name] = np.where(_beside(dead, column), garbage, column).astype(column.dtype)
             dirty = batch.with_columns(columns, ())
-            leaves = {o: library.leaf(np.where(dead, garbage, self.start(batch, o))) for o in self.term().outputs}
+            starts = {o: self.start(batch, o) for o in self.term().outputs}
+            leaves = {o: library.leaf(np.where(_beside(dead, x), garbage, x)) for o, x in starts.items()}
             loss = self.loss(library, dirty, leaves)
-            grads = [library.backward(loss, leaf) for o, leaf in leaves.items() if o.grad][:1]
+            grads = [library.backward(loss, leaf) for o, leaf in leaves.items() if o.grad]
             results.append((float(library.numbers(loss)), [g[~dead] for g in grads]))
         (a, ga), (b, gb) = results
         same = abs(a - b) < 1e-9 and all(np.allclose(x, y, atol=1e-9) for x, y in zip(ga, gb, strict=True))
         check("what is masked changes nothing, not even as NaN", same, (a, b))
+
+
+def _beside(mask: Array, x: Array) -> Array:
+    """A mask of units, shaped to broadcast against a column or output with inner dimensions."""
+    return mask.reshape(-1, *[1] * (x.ndim - 1))
 
 
 def _key(output: Output) -> str:

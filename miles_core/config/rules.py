@@ -172,7 +172,7 @@ def _requirements(policy: Policy, run_file: RunFile, catalogue: Catalogue) -> Wr
             )
         if "several_updates" in needs and policy.schedule.updates_per_step == 1 and not _bypassed(policy.algorithm):
             yield (
-                f"{this} compares π with π_p, and with {join(policy.at, 'schedule.updates_per_step')}=1 they are the same",
+                f"{this} compares π with π_p, and they are the same while schedule.updates_per_step is 1",
                 f"remove {part.at}, or compare with what the engine sampled",
             )
         for need in sorted(needs):
@@ -209,8 +209,7 @@ def _algorithm(policy: Policy) -> Wrong:
         for part in algorithm.many("corrections"):
             if part.kind == "stage" and part is not bypass:
                 yield (
-                    f"{bypass.at} puts π_b in place of π_p, so that the ratio corrects all, and {part.at} would correct it "
-                    "once more",
+                    f"{bypass.at} puts π_b in place of π_p: the ratio corrects all, and {part.at} would do so once more",
                     f"remove {bypass.at} or {part.at}",
                 )
         if (loss := algorithm.one("loss")) and loss.use == "reinforce":

@@ -209,7 +209,7 @@ def _algorithm(policy: Policy) -> Wrong:
         for part in algorithm.many("corrections"):
             if part.kind == "stage" and part is not bypass:
                 yield (
-                    f"{bypass.at} puts π_b in place of π_p: the ratio corrects all, and {part.at} would do so once more",
+                    f"{bypass.at} puts π_b in place of π_p: the ratio corrects all, {part.at} would do so once more",
                     f"remove {bypass.at} or {part.at}",
                 )
         if (loss := algorithm.one("loss")) and loss.use == "reinforce":

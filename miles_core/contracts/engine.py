@@ -74,7 +74,10 @@ class Engine(Protocol):
     """Samples tokens. Capabilities say more (`logprobs`, `pause.in_place`, `weights.tensors`, `batch_invariant`, …).
 
     An engine that clients in other processes can reach also has an attribute `address: str`; a client of it, built in a
-    sampler, finds that address in its `BuildContext`. One that serves several policies at once offers `policies`.
+    sampler, finds that address in its `BuildContext`. One that serves several policies at once offers `policies`. One
+    that has `async generate_many(requests) -> list[Completion | Exception]` answers requests that come together in one
+    wait, an error in the place of the answer that it kept from coming; it is asked so where nothing can be done with
+    one answer before the last.
     """
 
     name: str

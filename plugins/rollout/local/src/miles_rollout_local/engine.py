@@ -2,7 +2,7 @@
 
 All state of the batch belongs to one worker thread. The event loop hands it requests and *commands* (pause, abort,
 weights …); the worker runs commands between two decode steps, and decodes step after step without coming back to the
-loop as long as there is work. Finished requests are handed over in batches.
+loop as long as there is work. Requests that came together are handed over together.
 """
 
 from __future__ import annotations
@@ -71,6 +71,17 @@ def _refuse_large_cache(config: LocalConfig, model: Any, limit: int) -> None:
         )
 
 
+class _Batch:
+    """Requests that came together. `left` counts those that the worker has not finished."""
+
+    __slots__ = ("future", "jobs", "left", "results")
+
+    def __init__(self, future: asyncio.Future[None], results: list[Completion | Exception | None]) -> None:
+        self.future, self.results = future, results
+        self.jobs: list[Job] = []
+        self.left = 0
+
+
 class LocalEngine:
     """Keeps `miles_core.contracts.engine.Engine` for one policy."""
 
@@ -83,12 +94,14 @@ class LocalEngine:
         self._draining: list[asyncio.Future[None]] = []  # callers of pause("finish")
         self._closed = False
         self._failure: BaseException | None = None
+        self._arrived: list[Job] = []  # in this turn of the event loop; the worker gets them all at once
         self._incoming: deque[Job] = deque()
         self._parked: list[Job] = []
-        self._inflight: set[Job] = set()
+        self._inflight: set[_Batch] = set()
         self._commands: deque[tuple[Callable[[], Any], asyncio.Future[Any]]] = deque()
         self._worker: ThreadPoolExecutor | None = None
         self._running = False
+        self._kicked = False
         self._port = TensorsPort(self)
 
     # --- the contract ------------------------------------------------------------------------------------------------
@@ -102,24 +115,40 @@ class LocalEngine:
     async def generate(self, request: Request) -> Completion:
         """See `Engine.generate`. At temperature 0 log-probabilities are those at temperature 1. A request whose prompt
         and answer would pass `max_length` ends there with finish `length`."""
-        job = self._accept(request)
+        (result,) = await self.generate_many([request])
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    async def generate_many(self, requests: Sequence[Request]) -> list[Completion | Exception]:
+        """See `Engine`: one answer, or the error in its place, for each of the requests."""
         loop = asyncio.get_running_loop()
-        job.done = loop.create_future()
-        self._inflight.add(job)
-        (self._parked if self._parking else self._incoming).append(job)
-        self._kick(loop)
-        timer = loop.call_later(request.deadline_s, self._expire, job)
-        try:
-            return await job.done
-        except BaseException:  # past its deadline, or cancelled: the slot must not stay taken
-            if job in self._parked:
-                self._parked.remove(job)
-            self._commands.append((lambda: self.slots.abort(lambda other: other is job), loop.create_future()))
+        results: list[Completion | Exception | None] = [None] * len(requests)
+        batch = _Batch(loop.create_future(), results)
+        prompts: dict[int, Any] = {}
+        for index, request in enumerate(requests):
+            try:
+                job = self._accept(request, prompts)
+            except MilesError as error:
+                results[index] = error
+                continue
+            job.batch, job.index = batch, index
+            batch.jobs.append(job)
+        if batch.jobs:
+            batch.left = len(batch.jobs)
+            self._inflight.add(batch)
+            (self._parked if self._parking else self._arrived).extend(batch.jobs)
             self._kick(loop)
-            raise
-        finally:
-            timer.cancel()
-            self._inflight.discard(job)
+            timer = loop.call_later(min(request.deadline_s for request in requests), self._expire, batch)
+            try:
+                await batch.future
+            except BaseException:  # cancelled: the slots must not stay taken
+                self._forget(batch)
+                raise
+            finally:
+                timer.cancel()
+                self._inflight.discard(batch)
+        return results  # type: ignore[return-value]  # all of them are there
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         wanted = None if request_ids is None else set(request_ids)
@@ -127,7 +156,7 @@ class LocalEngine:
         def chosen(job: Job) -> bool:
             return wanted is None or job.request.id in wanted
 
-        self._incoming.extend(job for job in self._parked if chosen(job))
+        self._arrived.extend(job for job in self._parked if chosen(job))
         self._parked = [job for job in self._parked if not chosen(job)]
         await self.control(lambda: self.slots.abort(chosen))
 
@@ -155,7 +184,7 @@ class LocalEngine:
 
     async def resume(self) -> None:
         self._parking = False
-        self._incoming.extend(self._parked)
+        self._arrived.extend(self._parked)
         self._parked.clear()
 
         def go() -> None:
@@ -176,7 +205,7 @@ class LocalEngine:
 
     async def health(self) -> Health:
         detail = "closed" if self._closed else repr(self._failure) if self._failure else ""
-        waiting = len(self.slots.waiting) + len(self._incoming) + len(self._parked)
+        waiting = len(self.slots.waiting) + len(self._arrived) + len(self._incoming) + len(self._parked)
         return Health(ok=not detail, detail=detail, running=len(self.slots.jobs), waiting=waiting)
 
     async def close(self) -> None:
@@ -196,6 +225,7 @@ class LocalEngine:
         self._alive()
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
+        self._let_in()  # what came before this command is there when it runs
         self._commands.append((command, future))
         self._kick(loop)
         return await future
@@ -234,7 +264,8 @@ class LocalEngine:
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    def _accept(self, request: Request) -> Job:
+    def _accept(self, request: Request, prompts: dict[int, Any]) -> Job:
+        """`prompts`: those that were checked already, by the identity of their ids."""
         self._alive()
         if self.slots.version is None:
             raise EngineError(
@@ -252,7 +283,10 @@ class LocalEngine:
                 f"request {request.id!r} wants {sorted(lacking)}; the engine `local` offers {sorted(self.offers)}",
                 fix="choose an engine that offers it",
             )
-        prompt = np.asarray(request.prompt["tokens"], np.int64)
+        given = request.prompt["tokens"]
+        if id(given) in prompts:
+            return Job(request, prompts[id(given)], self.slots.max_length)
+        prompt = np.asarray(given, np.int64)
         if not 0 < len(prompt) < self.slots.max_length:
             raise EngineError(
                 f"the prompt of request {request.id!r} has {len(prompt)} tokens; from 1 to {self.slots.max_length - 1} "
@@ -265,6 +299,7 @@ class LocalEngine:
                 f"{len(self.slots.is_stop)}",
                 fix="use the model's own tokenizer",
             )
+        prompts[id(given)] = prompt
         return Job(request, prompt, self.slots.max_length)
 
     def _alive(self) -> None:
@@ -277,27 +312,42 @@ class LocalEngine:
                 f"engine {self.name!r} is {'closed' if self._closed else 'not started'}", fix="call start() first"
             )
 
-    def _expire(self, job: Job) -> None:
-        if not job.done.done():
-            held = " (it is paused or loading weights)" if self._paused or self.loading else ""
-            job.done.set_exception(
-                DeadlineError(
+    def _expire(self, batch: _Batch) -> None:
+        if batch.future.done():
+            return
+        held = " (it is paused or loading weights)" if self._paused or self.loading else ""
+        for job in batch.jobs:
+            if batch.results[job.index] is None:
+                batch.results[job.index] = DeadlineError(
                     f"request {job.request.id!r} took over {job.request.deadline_s} s on engine {self.name!r}{held}",
                     fix="raise the deadline, or look at what keeps the engine",
                 )
-            )
+        batch.future.set_result(None)
+        self._forget(batch)
+
+    def _forget(self, batch: _Batch) -> None:
+        """Nobody waits for these any more: free their slots."""
+        self._parked = [job for job in self._parked if job.batch is not batch]
+        loop = asyncio.get_running_loop()
+        self._commands.append((lambda: self.slots.abort(lambda job: job.batch is batch), loop.create_future()))
+        self._kick(loop)
 
     def _kick(self, loop: asyncio.AbstractEventLoop) -> None:
         """Let the worker run, once the loop has served everything that is ready now: requests join in one batch."""
-        if not self._running and self._worker is not None:
-            self._running = True
+        if not self._kicked and self._worker is not None:
+            self._kicked = True
             loop.call_soon(self._launch, loop)
 
     def _launch(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self._worker is None:
-            self._running = False
-        else:
+        self._kicked = False
+        self._let_in()
+        if not self._running and self._worker is not None:
+            self._running = True
             self._worker.submit(self._work, loop)
+
+    def _let_in(self) -> None:
+        self._incoming.extend(self._arrived)  # in one go: the worker may be looking
+        self._arrived.clear()
 
     def _landed(self, loop: asyncio.AbstractEventLoop, failure: Exception | None) -> None:
         self._running = False
@@ -313,7 +363,7 @@ class LocalEngine:
         if not isinstance(cause, MilesError):
             error = EngineError(f"engine {self.name!r} failed: {cause!r}", fix="see the cause; start a new engine")
             error.__cause__ = cause
-        waiting = [job.done for job in self._inflight] + [future for _, future in self._commands] + self._draining
+        waiting = [batch.future for batch in self._inflight] + [future for _, future in self._commands] + self._draining
         self._commands.clear()
         self._draining.clear()
         for future in waiting:
@@ -359,14 +409,13 @@ class LocalEngine:
         return ran or stepping
 
     def _hand_over(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self.slots.finished:
-            loop.call_soon_threadsafe(_deliver, self.slots.take_finished())
-
-
-def _deliver(finished: list[tuple[Job, Completion | Exception]]) -> None:
-    for job, result in finished:
-        failed = isinstance(result, Exception)
-        _resolve(job.done, None if failed else result, result if failed else None)
+        for job, result in self.slots.take_finished():
+            batch = job.batch
+            if batch.results[job.index] is None:  # else it came too late
+                batch.results[job.index] = result
+            batch.left -= 1
+            if not batch.left:
+                loop.call_soon_threadsafe(_resolve, batch.future, None, None)
 
 
 def _resolve(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:

@@ -38,7 +38,19 @@ class Forward(Protocol):
 class Job:
     """One request inside the engine. `tokens`, `logprobs`: what was sampled before it last lost its slot."""
 
-    __slots__ = ("context", "done", "keep", "limit", "logprobs", "marks", "offset", "request", "tail", "tokens")
+    __slots__ = (
+        "batch",
+        "context",
+        "index",
+        "keep",
+        "limit",
+        "logprobs",
+        "marks",
+        "offset",
+        "request",
+        "tail",
+        "tokens",
+    )
 
     def __init__(self, request: Request, prompt: Array, max_length: int) -> None:
         resume = request.resume
@@ -54,7 +66,8 @@ class Job:
         stops = request.sampling.stop
         if stops:
             self.tail = max(len(stop.encode()) for stop in stops) + 8
-        self.done: Any = None  # a future, owned by the engine
+        self.batch: Any = None  # the engine's: what it came with, and its place there
+        self.index = 0
 
 
 class Slots:

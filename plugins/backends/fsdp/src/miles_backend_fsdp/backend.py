@@ -19,7 +19,7 @@ from torch import Tensor
 from miles_backend_fsdp import checkpoint, group, hf_folder, layout, microbatch
 from miles_backend_fsdp.roles import BORROWED, Role, check, moving_of, origin, shared_heads, start_from
 from miles_core.contracts.learning import BoundTerm, Output, UpdateResult
-from miles_core.errors import BackendError, CapabilityError, LearnerError
+from miles_core.errors import BackendError, CapabilityError, CheckpointError, LearnerError
 from miles_core.numerics import objective
 from miles_core.numerics.views import MicroView
 
@@ -311,11 +311,17 @@ class FsdpBackend:
     def save(self, folder: Path) -> None:
         """See the contract. Roles that never change (`frozen`) are not written: `build` makes them again."""
         shards: dict[str, checkpoint.Shard] = {}
-        state: dict[str, dict[str, dict[str, int]]] = {}
+        state: dict[str, dict[str, dict[str, Any]]] = {}
         for policy, name, role in self._kept():
             shards |= role.shards(f"{policy}/{name}")
             updates = role.optimizer.updates if role.optimizer is not None else 0
-            state.setdefault(policy, {})[name] = {"updates": updates}
+            state.setdefault(policy, {})[name] = {"updates": updates, "frozen": role.frozen}
+            if (found := role.frozen_digest()) != role.frozen:
+                raise BackendError(
+                    f"frozen weights of role {name!r} of policy {policy!r} changed in training: their digest is "
+                    f"{found}, and was {role.frozen}",
+                    fix="find what writes them; the last checkpoint is valid",
+                )
         checkpoint.write(folder, self._rank, self._ranks, shards, {"policies": state})
         self._barrier()
 
@@ -325,6 +331,13 @@ class FsdpBackend:
         wanted: dict[str, checkpoint.Shard] = {}
         for policy, name, role in self._kept():
             wanted |= role.shards(f"{policy}/{name}")
+            frozen = policies.get(policy, {}).get(name, {}).get("frozen", role.frozen)
+            if frozen != role.frozen:
+                raise CheckpointError(
+                    f"role {name!r} of policy {policy!r} has frozen weights of digest {role.frozen or 'none'}; the "
+                    f"checkpoint in {folder} was trained over {frozen or 'none'}",
+                    fix="resume with the model source and extensions that the run began with",
+                )
         with torch.no_grad():
             checkpoint.read(folder, wanted)
         for policy, name, role in self._kept():

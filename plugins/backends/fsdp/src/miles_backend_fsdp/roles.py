@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from miles_backend_fsdp.checkpoint import Shard, chunk_offset
 from miles_backend_fsdp.config import Dtype, FsdpConfig
+from miles_backend_fsdp.frozen import digest
 from miles_backend_fsdp.optimizer import RoleOptimizer, local
 from miles_backend_fsdp.recompute import Recompute
 from miles_core.config.schema import OptimizerConfig
@@ -127,6 +128,16 @@ class Role:
         self.optimizer: RoleOptimizer | None = None
         if self.trained:
             self.optimizer = RoleOptimizer(module, spec.optimizer or OptimizerConfig(), total, self._ranks)
+
+        self.frozen = self.frozen_digest()
+
+    def frozen_digest(self) -> str:
+        """What identifies the frozen part of a role that has a moving one; empty where all of it moves, or nothing."""
+        frozen = {name: p for name, p in self.module.named_parameters() if name not in self.moving}
+        if not self.moving:
+            return ""
+        offsets = {name: chunk_offset(p.shape[0], self._rank, self._ranks) for name, p in frozen.items()}
+        return digest(((name, local(p), offsets[name]) for name, p in frozen.items()), self._ranks)
 
     def without_adapters(self, spec: RoleSpec) -> Role:
         """The same module as the role of `spec`: an extension switches its adapters off around every forward."""

@@ -24,7 +24,7 @@ Array = np.ndarray[Any, Any]
 Rows = Sequence[Sequence[int]]
 
 
-def _batch(made: Sequence[Group], trainable: Rows, columns: Mapping[str, Sequence[float]]) -> Batch:
+def _batch(made: Sequence[Group], trainable: Rows, columns: Mapping[str, Sequence[Any]]) -> Batch:
     batch = batches.batch_of(made)
     batch = batch.with_columns({"trainable": np.concatenate([np.array(r, bool) for r in trainable])}, ())
     for name, values in columns.items():
@@ -78,11 +78,11 @@ class TermExample:
     values, by output.
     """
 
-    outputs: Mapping[str, Sequence[float]]
-    columns: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    outputs: Mapping[str, Sequence[Any]]
+    columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     trainable: Rows = ()
     value: Sequence[float]
-    gradient: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    gradient: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     def batch(self) -> Batch:
         units = len(next(iter(self.outputs.values())))

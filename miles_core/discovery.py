@@ -52,6 +52,8 @@ OURS = {
         *("term:clip", "term:cispo", "term:reinforce", "term:kl", "term:entropy"),
     ),
     "miles-algo-correction": ("stage:tis", "stage:icepop", "stage:mis", "stage:bypass", "term:opsm"),
+    "miles-algo-opd": ("algorithm:opd", "algorithm:opd_topk", "stage:opd", "term:topk_kl", "scorer:http-teacher"),
+    "miles-algo-lora": ("extension:lora",),
     "miles-algo-ppo": ("algorithm:ppo", "stage:gae", "term:value"),
     "miles-algo-dpo": ("algorithm:dpo", "term:dpo"),
     "miles-algo-sft": ("algorithm:sft", "term:sft"),

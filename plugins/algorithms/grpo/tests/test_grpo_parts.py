@@ -22,7 +22,7 @@ def provider(hook, name):
 
 def term(name, config=None):
     found = provider(plugin.miles_term, name)
-    return found.build(config or found.config(), None)
+    return found.build(config or (c.CispoConfig(hi=0.2) if name == "cispo" else found.config()), None)
 
 
 def stage(name, config=None):
@@ -139,13 +139,43 @@ def test_clip_ranges_and_fractions():
     assert evaluate(term("clip", c.ClipConfig(lo=0.4)), batch, logprobs=log)[2]["t/clip_high"] == (0.0, 4.0)  # hi = lo
 
 
-@pytest.mark.parametrize("name", ["clip", "reinforce"])
+@pytest.mark.parametrize("name", ["clip", "cispo", "reinforce"])
 @pytest.mark.parametrize("scored", [True, False])
 def test_at_ratio_one_the_gradient_is_minus_a(name, scored):
     columns = {"advantages": 2.5} | ({"proximal_logprobs": -1.25} if scored else {})
     loss, gradient, metrics = evaluate(term(name), one(**columns), logprobs=[-1.25])
     assert gradient["logprobs"] == [-2.5] and loss == (-2.5 if name == "clip" else 2.5 * 1.25)
-    assert ("t/ratio" in metrics) is (scored and name == "clip")
+    assert ("t/ratio" in metrics) is (scored and name != "reinforce")
+
+
+def test_cispo_bounds_the_weight_and_drops_no_token():
+    rho = [0.4, 1.25, 1.25, math.e**100]
+    advantages = np.array([-1.0, 1.0, -1.0, 1.0])
+    batch = batch_of([4], [0], advantages=advantages, proximal_logprobs=np.array([-1.0, -1, -1, -101]))
+    log = [-1 + math.log(r) for r in rho[:3]] + [-1.0]
+    _, gradient, metrics = evaluate(term("cispo"), batch, logprobs=log)
+    np.testing.assert_allclose(gradient["logprobs"], np.array([0.4, -1.2, 1.2, -1.2]) / 4)
+    assert metrics["t/clip_low"] == (0.0, 4.0) and metrics["t/clip_high"] == (2.0, 4.0)
+    bounded = evaluate(term("cispo", c.CispoConfig(hi=0.2, lo=0.2)), batch, logprobs=log)
+    np.testing.assert_allclose(bounded[1]["logprobs"], np.array([0.8, -1.2, 1.2, -1.2]) / 4)
+    assert bounded[2]["t/clip_low"] == (1.0, 4.0)
+
+
+def test_the_gradient_of_cispo_is_that_of_finite_differences_under_a_fixed_weight():
+    rng = np.random.default_rng(3)
+    columns = {k: rng.normal(size=6) for k in ("advantages", "proximal_logprobs")}
+    batch, at = batch_of([3, 3], [0, 0], **columns), rng.normal(size=6)
+    leaf = torch.from_numpy(at.copy()).requires_grad_()
+    built = term("cispo")
+    built(MicroView(batch, lambda output: leaf)).value.sum().backward()
+    weight = np.minimum(np.exp(at - columns["proximal_logprobs"]), 1.2)
+
+    def value(x):
+        return float((-weight * columns["advantages"] * x).sum())
+
+    for unit in range(6):
+        step = 1e-6 * (np.arange(6) == unit)
+        assert leaf.grad[unit].item() == pytest.approx((value(at + step) - value(at - step)) / 2e-6, rel=1e-6)
 
 
 def test_sequence_level_is_the_mean_log_ratio_of_the_trajectory():
@@ -191,7 +221,7 @@ def test_entropy_lowers_the_loss():
     assert loss == -1.0 and gradient["entropy"] == [-0.25, -0.25] and metrics["t/nats"] == (4.0, 2.0)
 
 
-NAMES = ["clip", "reinforce", "kl", "entropy"]
+NAMES = ["clip", "cispo", "reinforce", "kl", "entropy"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -226,7 +256,7 @@ def test_masking_equals_filtering(name):
 def test_terms_keep_the_contract(name):
     built = term(name)
     assert isinstance(built, Term) and built.level == "unit" and built.mask == "kept" and built.aggregation is None
-    assert built.weighted is (name in ("clip", "reinforce"))  # corrections touch the policy term only
+    assert built.weighted is (name in ("clip", "cispo", "reinforce"))  # corrections touch the policy term only
     assert "proximal_logprobs" not in built.needs  # no score pass for its own sake
 
 
@@ -247,37 +277,53 @@ def test_options_that_mean_nothing_are_refused(config, values, message):
 # --- presets --------------------------------------------------------------------------------------------------------
 
 
+GROUP = {"use": "group", "scale": "std", "ddof": 1, "eps": 1e-6}
+RETURNS = {"use": "returns", "gamma": 1.0}
+#: preset -> advantage, loss, aggregation, and what else it has beside `kl` and `entropy` with coefficient 0
 PRESETS = {
-    "grpo": ("group", "clip", "episode_mean"),
-    "dr_grpo": ("group", "clip", "constant"),
-    "rloo": ("leave_one_out", "reinforce", "episode_sum"),
+    "grpo": (GROUP, {"use": "clip", "lo": 0.2, "hi": 0.2}, "episode_mean", {}),
+    "dr_grpo": ({"use": "group", "scale": "none"}, {"use": "clip", "lo": 0.2, "hi": 0.2}, "constant", {}),
+    "rloo": ({"use": "leave_one_out"}, {"use": "reinforce"}, "episode_sum", {}),
+    "dapo": (
+        GROUP,
+        {"use": "clip", "lo": 0.2, "hi": 0.28},
+        "token_mean",
+        {
+            "filters": {"dynamic_sampling": {"use": "dynamic_sampling"}},
+            "penalties": {"overlong": {"use": "overlong", "penalty": 1.0}},
+        },
+    ),
+    "gspo": (GROUP, {"use": "clip", "level": "sequence", "lo": 3e-4, "hi": 4e-4}, "episode_mean", {}),
+    "cispo": (GROUP, {"use": "cispo", "lo": 1.0}, "token_mean", {}),
+    "reinforce_pp": (RETURNS, {"use": "clip", "lo": 0.2, "hi": 0.2}, "token_mean", "reward_kl"),
+    "reinforce_pp_baseline": ({"use": "centred"}, {"use": "clip", "lo": 0.2, "hi": 0.2}, "token_mean", "reward_kl"),
 }
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_presets_resolve_to_the_documented_parts(name):
+def test_presets_are_the_documented_parts_and_nothing_else(name):
     found = provider(plugin.miles_algorithm, name)
     tree = found.build(found.config(), None)
-    advantage, loss, aggregation = PRESETS[name]
-    assert (tree["advantage"]["use"], tree["loss"]["use"], tree["aggregation"]) == (advantage, loss, aggregation)
-    assert tree["kl"] == {"use": "kl", "estimator": "k3", "coef": 0.0} and tree["entropy"]["coef"] == 0.0
-    if name != "rloo":
-        assert (tree["loss"]["lo"], tree["loss"]["hi"]) == (0.2, 0.2)
-    want = {"grpo": {"scale": "std", "ddof": 1, "eps": 1e-6}, "dr_grpo": {"scale": "none"}, "rloo": {}}[name]
-    assert {k: v for k, v in tree["advantage"].items() if k != "use"} == want
-    assert found.build(found.config(), None) is not tree  # a fresh tree each time
+    advantage, loss, aggregation, rest = PRESETS[name]
+    want = {"episodes": "sampled", "aggregation": aggregation, "advantage": advantage, "loss": loss}
+    want["entropy"] = {"use": "entropy", "coef": 0.0}
+    if rest == "reward_kl":
+        want["reward_kl"] = {"use": "reward_kl", "estimator": "k1", "coef": 0.0}
+        want["whiten"] = {"use": "whiten", "shift_mean": True}
+    else:
+        want |= {"kl": {"use": "kl", "estimator": "k3", "coef": 0.0}, **rest}
+    assert tree == want
     assert "arXiv" in (found.config.__doc__ or "") and "eviations" in (found.config.__doc__ or "")
     AlgorithmKeys(**{k: v for k, v in tree.items() if isinstance(v, str)})
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_key_of_a_preset_exists_in_the_part_it_names(name):
-    tree = provider(plugin.miles_algorithm, name).build(None, None)
-    for field, hook in (("advantage", plugin.miles_stage), ("loss", plugin.miles_term), ("kl", plugin.miles_term)):
-        options = {k: v for k, v in tree[field].items() if k not in ("use", "coef")}
-        found = provider(hook, tree[field]["use"])
-        assert found.field == field
-        found.config(**options)
+@pytest.mark.parametrize("hook", [plugin.miles_algorithm, plugin.miles_stage, plugin.miles_term, plugin.miles_filter])
+def test_everything_explains_itself_formula_paper_deviations(hook):
+    offered = hook()
+    for found in offered if isinstance(offered, list) else [offered]:
+        lines = found.explain.splitlines()
+        starts = [line.partition(":")[0] for line in lines]
+        assert lines[0] and starts.index("Paper") < starts.index("Deviations") and lines[-1].endswith("."), found.name
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ import xxhash
 from miles_core.errors import DeadlineError, ModelSourceError
 
 MARKER = "miles-gguf.json"
+LOCK = ".gguf.lock"
 _CHUNK = 1 << 23
 _POLL_S = 0.1
 
@@ -52,7 +53,7 @@ def once(cache: Path, name: str, deadline_s: float, make: Callable[[Path], None]
     folder = cache / name
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with _alone(cache / f".{name}.lock", deadline_s, folder):
+        with _alone(cache / LOCK, deadline_s, folder):
             if not is_whole(folder):
                 _make(folder, make)
     except OSError as error:

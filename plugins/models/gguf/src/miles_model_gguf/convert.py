@@ -149,7 +149,9 @@ def _numbers(data: mmap.mmap, tensor: _Stored) -> Array:
     import gguf
 
     raw = np.frombuffer(data[tensor.info.offset : tensor.info.offset + tensor.nbytes], np.uint8)
+    found: Array
     if tensor.kind.name in _PLAIN:
-        return raw.view(_PLAIN[tensor.kind.name][1]).reshape(tensor.info.shape)
-    found: Array = gguf.dequantize(raw.reshape(-1, tensor.row_bytes), tensor.kind).reshape(tensor.info.shape)
-    return found
+        found = raw.view(_PLAIN[tensor.kind.name][1])
+    else:
+        found = gguf.dequantize(raw.reshape(-1, tensor.row_bytes), tensor.kind)
+    return found.reshape(tensor.info.shape)

@@ -168,7 +168,7 @@ class Session:
         if completion.finish == Finish.ABORT:
             raise EpisodeFailedError("aborted")
         tokens = np.asarray(completion.columns["tokens"], np.int32)
-        _check(completion, len(tokens))
+        _check(completion, len(tokens), self.want)
         above = None if parent == -1 else self._nodes[parent]
         if above is not None:
             above.children += 1
@@ -270,7 +270,7 @@ class EpisodeFailedError(Exception):
     """An episode that cannot be finished, through no fault of the environment; its text is the reason."""
 
 
-def _check(completion: Completion, n: int) -> None:
+def _check(completion: Completion, n: int, want: frozenset[str]) -> None:
     """An engine's answer at the border: `EngineError` names engine and request."""
 
     def broken(what: str) -> EngineError:
@@ -281,7 +281,10 @@ def _check(completion: Completion, n: int) -> None:
 
     for name in ("logprobs", "keep_counts"):
         column = completion.columns.get(name)
-        if (column is not None or name == "logprobs") and np.asarray(column).shape != (n,):
+        due = name == "logprobs" or "keep_ids" in want
+        if column is None and due:
+            raise broken(f"no column {name}, which it promises to give")
+        if column is not None and np.asarray(column).shape != (n,):
             raise broken(f"{n} tokens and {name} of shape {np.asarray(column).shape}")
     at = 0
     for span in completion.spans:

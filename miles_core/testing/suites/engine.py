@@ -333,6 +333,8 @@ class EngineConformance(EngineWeights, EngineBase):
             async with self.engine(endless=True) as engine:
                 want = frozenset({"keep_ids"})
                 cut = await engine.generate(self.request([2, 3], 4, sampling={"top_k": 3}, want=want))
+                both = {"keep_counts", "keep_ids"} <= set(cut.columns)
+                check("keep_ids and keep_counts come where they are wanted", both, sorted(cut.columns))
                 counts, ids = cut.columns["keep_counts"], cut.columns["keep_ids"]
                 assert isinstance(counts, np.ndarray) and isinstance(ids, np.ndarray)
                 tokens = tokens_of(cut)

@@ -467,6 +467,9 @@ MUTANTS = {
     "top_k keeps the k most likely tokens": cuts(one_more),
     "log-probabilities are renormalised after a cut": NotRenormalised,
     "top_p keeps the smallest set with that mass": cuts(too_much_mass),
+    "keep_ids and keep_counts come where they are wanted": answers(
+        lambda e, r, d: replace(d, columns={k: v for k, v in d.columns.items() if not k.startswith("keep_")})
+    ),
     "keep_ids are flat int32 by keep_counts": columns(keep_ids=lambda x: x[:-1]),
     "top_k keeps k ids of each token": answers(
         lambda e, r, d: replace(d, columns={**d.columns, **pad_keeps(d.columns)}) if "keep_ids" in d.columns else d

@@ -1,0 +1,1 @@
+"""Engine tables: samples from models that are sums of tables, in NumPy."""

@@ -1,0 +1,1 @@
+"""Environment parity: is the last digit odd?"""

@@ -308,6 +308,7 @@ def _sampler(wiring: Wiring, parts: Parts, place: Place, pool: Pool | None) -> S
         scorers=parts.scorers,
         extensions=parts.extensions,
         abort_requests=None if pool is None else pool.abort,
+        generate_many=None if pool is None else pool.generate_many,
     )
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from miles_core.contracts.engine import Completion, Health, PauseMode, Request
 from miles_core.errors import DeadlineError, EngineError, MilesError, QuorumError, clause
 from miles_core.records import Finish, Span, Version
+from miles_core.waits import finish_all
 from miles_core.weights import ServingGate
 
 if TYPE_CHECKING:
@@ -184,19 +185,76 @@ class Pool:
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
-    async def generate(self, request: Request) -> Completion:
+    async def generate_many(self, requests: Sequence[Request]) -> list[Completion | Exception]:
+        """`generate` for requests of one policy that come together, an error in the place of its answer. Members that
+        can are asked for all of theirs at once; what does not end there goes on alone."""
+        deadline = asyncio.get_running_loop().time() + min(request.deadline_s for request in requests)
+        names = [n for n in self._candidates(requests[0].policy) if hasattr(self._members[n].engine, "generate_many")]
+        names.sort(key=lambda name: self._members[name].load)
+        found: dict[str, Completion | BaseException] = {}
+        parts: dict[str, list[Completion]] = {}
+        await finish_all(self._many(n, requests[i :: len(names)], found, parts) for i, n in enumerate(names))
+        rest = [request for request in requests if request.id not in found]
+        alone = [self.generate(request, parts.get(request.id, ()), deadline) for request in rest]
+        for request, result in zip(rest, await asyncio.gather(*alone, return_exceptions=True), strict=True):
+            if isinstance(result, BaseException) and not isinstance(result, Exception):
+                raise result
+            found[request.id] = result
+        return [found[request.id] for request in requests]  # type: ignore[misc]
+
+    async def _many(
+        self,
+        name: str,
+        requests: Sequence[Request],
+        found: dict[str, Completion | BaseException],
+        parts: dict[str, list[Completion]],
+    ) -> None:
+        """One member's answers: into `found` where they end their request, else, with any token, into `parts`."""
+        member, task = self._members[name], asyncio.current_task()
+        assert task is not None
+        calls = {request.id: _Call(task, name) for request in requests}
+        self._calls |= calls
+        member.load += len(calls)
+        try:
+            results = await member.engine.generate_many(requests)  # type: ignore[attr-defined]
+        except asyncio.CancelledError:
+            lost = [call for call in calls.values() if call.lost]
+            if not lost:
+                raise
+            for _ in lost:
+                task.uncancel()
+            return
+        except Exception:
+            return  # each alone will meet it again, and deal with it
+        finally:
+            member.load -= len(calls)
+            for request_id in calls:
+                del self._calls[request_id]
+        for (request_id, call), result in zip(calls.items(), results, strict=True):
+            if isinstance(result, DeadlineError):
+                found[request_id] = result
+            elif isinstance(result, Completion):
+                if result.finish != Finish.ABORT or call.aborted:
+                    found[request_id] = self._named(result)
+                elif _count(result):
+                    parts[request_id] = [self._named(result)]
+
+    async def generate(
+        self, request: Request, parts: Sequence[Completion] = (), deadline: float | None = None
+    ) -> Completion:
         """Sample `request` on a member that may serve its policy.
 
         Spans carry published versions (aliases resolved). Returns with finish `abort` only after `abort()`. Raises
         `DeadlineError` where no member serves the policy by `request.deadline_s`, `QuorumError` where too few members
         remain, and what an engine that is otherwise healthy raised. Engines keep the deadline once they have the
-        request; for one that hangs there is the episode's own (`sampler.py`), which cancels this call.
+        request; for one that hangs there is the episode's own (`sampler.py`), which cancels this call. `parts` are what
+        an earlier call of this request got, which goes on until `deadline` (a time of the loop).
         """
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + request.deadline_s
+        deadline = loop.time() + request.deadline_s if deadline is None else deadline
         task = asyncio.current_task()
         assert task is not None
-        parts: list[Completion] = []
+        parts = list(parts)
         failures: list[str] = []
         call = self._calls[request.id] = _Call(task)
         try:
@@ -236,16 +294,21 @@ class Pool:
         self._wake()
         await asyncio.gather(*(self._members[name].engine.abort(found) for name, found in by_member.items()))
 
-    def _pick(self, request: Request) -> str | None:
-        """The session's member, else the least loaded one among those with the newest version; `None`: wait."""
+    def _candidates(self, policy: str) -> list[str]:
+        """The members among those with the policy's newest version that take requests."""
         newest: Version | None = None
         names: list[str] = []
         for name, member in self._members.items():
             if not member.why and not member.held:
-                version = self.gate.version(name, request.policy)
+                version = self.gate.version(name, policy)
                 if version is not None and (newest is None or version >= newest):
                     names = [*names, name] if version == newest else [name]
                     newest = version
+        return names
+
+    def _pick(self, request: Request) -> str | None:
+        """The session's member, else the least loaded of the candidates; `None`: wait."""
+        names = self._candidates(request.policy)
         if not names:
             self.check_quorum()
             return None

@@ -36,7 +36,7 @@ from miles_core.records import (
     trajectory_id,
 )
 from miles_core.seeds import family, generator
-from miles_core.session import STANDARD_COLUMNS, EpisodeFailedError, Session
+from miles_core.session import STANDARD_COLUMNS, EpisodeFailedError, Generate, Session
 from miles_core.waits import cancel, close_all
 
 if TYPE_CHECKING:
@@ -96,10 +96,12 @@ class Sampler:
         scorers: Mapping[str, Scorer] | None = None,
         extensions: Sequence[Any] = (),
         abort_requests: Callable[[Sequence[str]], Awaitable[None]] | None = None,
+        generate_many: Callable[[Sequence[Request]], Awaitable[list[Completion | Exception]]] | None = None,
     ) -> None:
-        """`generate` is `Pool.generate`, `abort_requests` `Pool.abort`; both `None` where nothing samples."""
+        """`generate`, `abort_requests`, `generate_many` are `Pool`'s methods; all `None` where nothing samples."""
         self._policies = dict(policies)
         self._generate = generate
+        self._generate_many = generate_many
         self._seed = run_seed
         self._scorers = dict(scorers or {})
         self._edits = [e.request for e in extensions if hasattr(e, "request")]
@@ -149,13 +151,60 @@ class Sampler:
         )
         late = f"passed its deadline of {policy.deadline_s:g} s"
         timer = loop.call_at(shared.deadline, self._end, shared, late)
-        shared.tasks = [asyncio.ensure_future(self._episode(shared, member)) for member in range(group_size)]
         try:
+            if self._generate_many is not None and getattr(env, "instant", False) and not shared.multi_turn:
+                return await self._together(shared, group_size)
+            ask = functools.partial(self._ask, shared)
+            shared.tasks = [asyncio.ensure_future(self._episode(shared, m, ask)) for m in range(group_size)]
             return tuple(await asyncio.gather(*shared.tasks))
         finally:
             timer.cancel()
-            await cancel(shared.tasks)
+            await cancel(task for task in shared.tasks if task is not asyncio.current_task())
             del self._running[lease.id]
+
+    async def _together(self, shared: _Shared, group_size: int) -> tuple[Episode, ...]:
+        """One wait for all answers of the group, then one verdict after the other: no task a member."""
+        lease, policy, task = shared.lease, shared.policy, asyncio.current_task()
+        assert self._generate_many is not None and task is not None
+        shared.tasks = [task]
+        results: list[Completion | Exception]
+        try:
+            prompt = {"tokens": shared.root()}
+            requests = [
+                Request(
+                    id=f"{lease.id}/{member}/0",
+                    policy=policy.name,
+                    prompt=prompt,
+                    sampling=shared.sampling,
+                    seed=shared.seed_of(member, 0),
+                    want=policy.want,
+                    deadline_s=policy.deadline_s,
+                )
+                for member in range(group_size)
+            ]
+            for edit in self._edits:
+                requests = [edit(request) for request in requests]
+            shared.requests.update(request.id for request in requests)
+            results = await self._generate_many(requests)
+        except asyncio.CancelledError:
+            if not shared.ended:
+                raise
+            task.uncancel()
+            results = [EpisodeFailedError(shared.ended)] * group_size
+        except Exception as error:
+            results = [error] * group_size
+        episodes = []
+        for member, result in enumerate(results):
+
+            async def answered(
+                request: Request, result: Completion | Exception = result
+            ) -> tuple[Completion, Mapping[str, Any]]:
+                if isinstance(result, Exception):
+                    raise result
+                return result, self._extra(shared, request, result)
+
+            episodes.append(await self._episode(shared, member, answered))
+        return tuple(episodes)
 
     async def abort(self, lease_ids: Sequence[str]) -> None:
         """End these leases: their episodes come back failed, with the reason `aborted`."""
@@ -178,7 +227,7 @@ class Sampler:
 
     # --- one episode -------------------------------------------------------------------------------------------------
 
-    async def _episode(self, shared: _Shared, member: int) -> Episode:
+    async def _episode(self, shared: _Shared, member: int, ask: Generate) -> Episode:
         lease, policy = shared.lease, shared.policy
         task = lease.task
         name = episode_id(shared.group, member)
@@ -187,7 +236,7 @@ class Sampler:
             policy=policy.name,
             prompt=task.prompt,
             renderer=policy.renderer,
-            generate=functools.partial(self._ask, shared),
+            generate=ask,
             sampling=shared.sampling,
             seed_of=lambda turn: shared.seed_of(member, turn),
             request_id=f"{lease.id}/{member}",
@@ -216,7 +265,7 @@ class Sampler:
         except asyncio.CancelledError:
             if not shared.ended:
                 raise
-            shared.tasks[member].uncancel()
+            cast("asyncio.Task[Any]", asyncio.current_task()).uncancel()
             return _failed(name, member, task, shared.ended)
         except (Exception, SystemExit) as error:  # sys.exit() in a reward fails its episode, and not the event loop
             cause = session.failure
@@ -236,13 +285,17 @@ class Sampler:
             completion = await self._generate(request)
         finally:
             shared.requests.discard(request.id)
+        return completion, self._extra(shared, request, completion)
+
+    def _extra(self, shared: _Shared, request: Request, completion: Completion) -> Mapping[str, Any]:
+        """What a completion has beside the columns that every engine gives."""
         extra: dict[str, Any] = {}
         if len(completion.columns) > 2:  # what an engine gave under a declared name is kept as it is
             columns, declared = completion.columns, shared.policy.columns
             extra = {k: v for k, v in columns.items() if k not in STANDARD_COLUMNS and k in declared}
         for collect in self._collects:
             extra |= collect(completion.columns, request)
-        return completion, extra
+        return extra
 
 
 class _Context(EpisodeContext):

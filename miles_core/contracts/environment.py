@@ -71,7 +71,8 @@ class Environment(Protocol):
     """Kind `env`. `task_splits` holds `train` and, where evaluation is possible, `eval`; they never share a task.
 
     A single-turn environment writes `score`; a multi-turn one writes `episode` as well, and core then calls that
-    (`MultiTurn`). A raised exception is a failed episode, counted with task and reason.
+    (`MultiTurn`). A raised exception is a failed episode, counted with task and reason. One whose `score` never waits
+    for anything may have an attribute `instant = True`: a group is then sampled in one wait and scored in one go.
     """
 
     task_splits: tuple[str, ...]

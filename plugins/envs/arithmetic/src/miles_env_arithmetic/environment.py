@@ -71,6 +71,7 @@ class Arithmetic:
 
     def __init__(self, config: ArithmeticConfig, *, name: str, seed: int, policy: str = "main") -> None:
         self._config, self._name, self._seed, self._policy = config, name, seed, policy
+        self.instant = config.delay_s == 0  # nothing to wait for: groups may be scored in one go
 
     def tasks(self, split: str) -> Tasks:
         """Raises `DataError` for a split that does not exist, or that has no question."""

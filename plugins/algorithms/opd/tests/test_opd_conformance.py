@@ -35,3 +35,7 @@ class TestRenormalised(conformance.RenormalisedConformance):
 
 class TestTailless(conformance.TaillessConformance):
     pass
+
+
+class TestHttpTeacher(conformance.HttpTeacherConformance):
+    pass

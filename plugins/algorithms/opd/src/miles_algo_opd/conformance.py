@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import log
 from typing import Any, ClassVar
 
 import numpy as np
 
+from miles_algo_opd.config import HttpTeacherConfig
+from miles_algo_opd.loopback import Loopback
 from miles_core.columns import Batch, ColumnSpec, Level
 from miles_core.contracts.learning import Output
-from miles_core.testing import DistillConformance, PresetConformance, StageExample, TermConformance, TermExample
+from miles_core.provider import Place
+from miles_core.testing import (
+    DistillConformance,
+    PresetConformance,
+    ScorerConformance,
+    StageExample,
+    TermConformance,
+    TermExample,
+)
 
 VOCABULARY = 9
 
@@ -113,3 +124,23 @@ class RenormalisedConformance(TopkKlConformance):
 class TaillessConformance(TopkKlConformance):
     examples: ClassVar[Sequence[TermExample]] = ()
     options: ClassVar[dict[str, Any]] = {"k": 3, "direction": "forward", "tail": "none"}
+
+
+class HttpTeacherConformance(ScorerConformance):
+    """Asks a loopback teacher."""
+
+    name = "http-teacher"
+    options: ClassVar[dict[str, Any]] = {"url": "http://127.0.0.1:9", "vocabulary": "same", "k": 3, "retries": 0}
+    want: ClassVar[tuple[str, ...]] = ("teacher.logprobs", "teacher.topk_ids", "teacher.topk_logprobs")
+    per_unit: ClassVar[tuple[str, ...]] = want
+
+    def example(self, place: Place) -> Any:
+        config: HttpTeacherConfig = replace(self.config(), url=self.served)
+        return self.the_provider().build(config, self.context(place))
+
+    served = "http://127.0.0.1:9"  # nobody listens; only `test_scores` asks
+
+    def test_scores(self) -> None:
+        with Loopback(15).serving() as teacher:
+            self.served = teacher.url
+            super().test_scores()

@@ -110,7 +110,9 @@ class Vllm:
             if not isinstance(own, Mapping):
                 raise Unusable(f"prompt_logprobs[{t}] lacks token {asked.tokens[t]}, which was sent")
             read = [(int(i), _number(e, t), e.get("rank")) for i, e in entries.items()]
-            read.sort(key=lambda e: e[2] if isinstance(e[2], int) else -e[1])
+            # The prompt's own token comes along whatever its rank, and must not fill a hole in the top.
+            read = [e for e in read if not isinstance(e[2], int) or e[2] <= asked.k]
+            read.sort(key=lambda e: -e[1])
             top = tuple((i, logprob) for i, logprob, _ in read[: asked.k])
             text = own.get("decoded_token")
             rows.append(Row(logprob=_number(own, t), text=text, top=_top(top, asked.k, t)))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from miles_backend_fsdp import hf_folder, layout, names
+from miles_backend_fsdp import hf_folder, layout, names, trainable
 from miles_backend_fsdp.architecture import check_plain, config_of, empty, unverified_module
 from miles_backend_fsdp.attention import Rows
 from miles_backend_fsdp.module import Asked, CausalModule, Kept
@@ -73,6 +73,7 @@ class CausalLM:
             if source.folder is not None:
                 self._load(module, source.folder, head)
         module.lm.config._attn_implementation = "miles_rows"
+        trainable.restrict(module, self._config.trainable)
         module.eval()  # no dropout, and none of a router's noise
         self._costs = _costs(module)
         self._sources[id(module)] = source

@@ -42,6 +42,7 @@ class CausalLMConfig:
     unverified: bool = opt(False, "accept an architecture that no test of this package covers")
     layout: LayoutChoice = opt(LayoutChoice.auto, "padded, packed, or the cheaper of both by micro-batch")
     share_prefixes: bool = opt(True, "in the packed layout, compute a prefix that several trajectories share once")
+    trainable: list[str] = opt([], "names that are trained, e.g. model.layers.2[6-9].*; everything where empty")
     pack_tokens: int = opt(8192, "longest packed row", unit="tokens", low=1)
     pad_vocab_to: int | None = opt(None, "pad the vocabulary to a multiple of this; never exported", low=1)
     head_mib: int = opt(256, "logits held at once; above it they are computed in recomputed chunks", unit="MiB", low=1)

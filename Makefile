@@ -24,6 +24,9 @@ $(BIN)/hatchling:
 quickstart: .venv/quickstart  ## warm up a tiny model, then watch GRPO teach it to sort (a few minutes on a laptop)
 	@$(BIN)/python recipes/quickstart.py
 
+recipes: .venv/dev  ## every recipe for three seeds, with curves in docs/ (long; continues where it was interrupted)
+	$(BIN)/python recipes/all.py
+
 install: .venv/dev  ## everything, editable
 
 test: .venv/dev  ## all tests that are not marked slow
@@ -49,4 +52,4 @@ wheels: $(BIN)/hatchling  ## a wheel of every distribution, into dist/
 clean:  ## remove what the targets made (runs/ stays)
 	rm -rf .venv dist site
 
-.PHONY: help quickstart install test test-slow lint docs wheels clean
+.PHONY: help quickstart recipes install test test-slow lint docs wheels clean

@@ -15,7 +15,7 @@ from miles_core.contracts.learning import LOGPROBS, BoundTerm, Output, TermLevel
 from miles_core.contracts.model import ModelSource
 from miles_core.errors import CapabilityError, LearnerError, MilesError
 from miles_core.provider import Place
-from miles_core.records import Group, Task
+from miles_core.records import Episode, Group, Task
 from miles_core.testing.suite import Conformance, check, refuses
 from miles_core.testing.suites import batches
 from miles_core.testing.suites.backend_state import BackendState
@@ -48,6 +48,12 @@ class RatioTerm(PlainTerm):
 
     def __call__(self, view: View) -> TermOutput:
         return TermOutput(value=-((view.out(LOGPROBS) - view["proximal_logprobs"]) * view["advantages"]))
+
+
+def _copy(episode: Episode, index: int) -> Episode:
+    """The same episode under another identity."""
+    trajectories = tuple(replace(t, id=f"{index}/{t.id}") for t in episode.trajectories)
+    return replace(episode, id=f"{index}/{episode.id}", trajectories=trajectories)
 
 
 def bound(term: Any, name: str = "loss_term", coef: float = 1.0) -> BoundTerm:
@@ -215,6 +221,26 @@ class BackendConformance(BackendState, Conformance):
         close = abs(a.grad_norm - b.grad_norm) < 1e-4 * max(a.grad_norm, 1.0)
         check("the gradient does not depend on the order of groups", close, (a.grad_norm, b.grad_norm))
         check("weights after an update do not depend on the order of groups", self.near(wa, wb, 1e-4), (a, b))
+
+    def test_summing(self) -> None:
+        """Copies of one group under one weight a unit: whatever the micro-batches, gradients only add up."""
+        (one,) = batches.groups(self.vocab_size, sizes=(4,))
+        norms = []
+        for copies in (1, 6):
+            made = [
+                replace(one, id=f"{one.id}/{i}", slot=i, episodes=tuple(_copy(e, i) for e in one.episodes))
+                for i in range(copies)
+            ]
+            batch = batches.batch_of(made)
+            advantages = np.tile(batches.spread(batches.batch_of([one]), 1), copies)
+            batch = self.weighted(batches.with_column(batch, "advantages", advantages), "loss_term")
+            weight = batch.columns["weight.loss_term"] * copies
+            backend = self.backend()
+            found = backend.update(batch.with_columns({"weight.loss_term": weight}, ()), [bound(PlainTerm())])
+            norms.append(found.grad_norm)
+            backend.close()
+        summed = abs(norms[1] - 6 * norms[0]) < 1e-3 * norms[1]
+        check("gradients of micro-batches are summed, never averaged", summed, norms)
 
     def test_masked_garbage(self) -> None:
         found = []

@@ -130,6 +130,12 @@ def first_group_counts_more(self, batch, terms):
     return batch.with_columns(weights, ()), terms
 
 
+def averages(self, batch, terms):
+    """Divides by the number of groups, as one micro-batch each and their mean would."""
+    weights = {k: v / np.float32(batch.n_groups) for k, v in batch.columns.items() if k.startswith("weight.")}
+    return batch.with_columns(weights, ()), terms
+
+
 def moves_by_order(self, batch, terms):
     done = ToyBackend.update(self, batch, terms)
     var = toy.parameters(self, batch.policy)["bias"]
@@ -390,6 +396,7 @@ MUTANTS = {
     "an update reports its learning rate": metrics(lr=lambda m: (0.5, 1.0)),
     "an update moves the weights": backend(update=no_move),
     "an update lowers its loss": before_update(uphill),
+    "gradients of micro-batches are summed, never averaged": before_update(averages),
     "the gradient does not depend on the order of groups": before_update(first_group_counts_more),
     "weights after an update do not depend on the order of groups": backend(update=moves_by_order),
     "what is masked changes nothing, not even as NaN": before_update(masks_by_zero),

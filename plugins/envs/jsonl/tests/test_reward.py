@@ -21,9 +21,8 @@ TASK = Task(id="mine:train:0", prompt="p", answer="42", metadata={"level": 1})
 
 def context(folder, episodes=EpisodeSource.sampled):
     algorithm = SimpleNamespace(keys=SimpleNamespace(episodes=episodes))
-    run = SimpleNamespace(
-        run=SimpleNamespace(folder=str(folder)), policies={"main": SimpleNamespace(algorithm=algorithm)}
-    )
+    policy = SimpleNamespace(algorithm=algorithm, schedule=SimpleNamespace(group_size=1))
+    run = SimpleNamespace(run=SimpleNamespace(folder=str(folder)), policies={"main": policy})
     return SimpleNamespace(name="mine", seed=0, policy="main", run=run)
 
 

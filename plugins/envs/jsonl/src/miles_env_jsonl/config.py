@@ -24,6 +24,10 @@ class JsonlConfig:
     prompt_field: str = opt("prompt", "field of the prompt, a string or messages")
     answer_field: str = opt("answer", "field of the answer, a string or number")
     demonstration_field: str = opt("demonstration", "field of the reference that supervised training shows")
+    chosen_field: str = opt(
+        "chosen", "field of the better answer of a pair, for algorithms that learn from preferences"
+    )
+    rejected_field: str = opt("rejected", "field of the worse answer of a pair")
     metadata_field: str = opt("metadata", "field of further data, an object")
     shuffle: bool = opt(True, "shuffle the training rows, anew each epoch")
     reward: str | None = opt(

@@ -38,7 +38,9 @@ def build(config: JsonlConfig, context: BuildContext) -> JsonlEnvironment:
     policy = context.run.policies.get(context.policy)
     demonstrated = policy is not None and policy.algorithm.keys.episodes == EpisodeSource.demonstrations
     needs = Needs(
-        answer=not demonstrated and (function is None or reward.needs_answer(function)), demonstration=demonstrated
+        answer=not demonstrated and (function is None or reward.needs_answer(function)),
+        demonstration=demonstrated,
+        pair=demonstrated and policy is not None and policy.schedule.group_size == 2,
     )
     return JsonlEnvironment(
         config,

@@ -27,6 +27,7 @@ class Needs:
 
     answer: bool = False
     demonstration: bool = False
+    pair: bool = False  # two demonstrations, chosen and rejected
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +51,12 @@ class Reader:
         value = dict(self.rows.read(row))
         where = self.rows.where(row)
         tail: Prompt = ()
-        if value.get(c.prompt_field) is not None:
+        own, judged = self._judged(value, where)
+        prompt: Prompt
+        if own:
+            self._agrees(value.pop(c.prompt_field, None), own, where)
+            prompt = own
+        elif value.get(c.prompt_field) is not None:
             prompt = _text_or_messages(value.pop(c.prompt_field), where, c.prompt_field)
             if not isinstance(prompt, str) and prompt[-1].role == "assistant":
                 fix = "put whole conversations under `messages`, or end the prompt with the user's turn"
@@ -63,10 +69,12 @@ class Reader:
             raise BadRow(where, f"no field {c.prompt_field!r} (nor 'messages'); it has {found}", fix)
         answer = self._answer(value.pop(c.answer_field, None), where)
         shown = value.pop(c.demonstration_field, None)
+        if self._needs.pair:
+            return Parsed(prompt=prompt, answer=answer, demonstrations=judged, metadata=self._metadata(value, where))
         if shown is not None:
             demonstration = _text_or_messages(shown, where, c.demonstration_field)
         else:
-            demonstration = tail or answer or ()
+            demonstration = tail or (judged[0] if judged else "") or answer or ()
         if self._needs.demonstration and not demonstration:
             fix = f"add {c.demonstration_field!r} or {c.answer_field!r}, or an assistant's turn in `messages`"
             raise BadRow(where, "nothing to demonstrate, and the algorithm trains on demonstrations", fix)
@@ -78,6 +86,42 @@ class Reader:
             demonstrations=(demonstration,) if demonstration else (),
             metadata=self._metadata(value, where),
         )
+
+    def _judged(self, value: dict[str, Any], where: str) -> tuple[tuple[Message, ...], tuple[Prompt, ...]]:
+        """Chosen and rejected answer where pairs are needed; the chosen one where supervised training meets pairs. With
+        the prompt, where they are whole conversations."""
+        c = self._config
+        if not self._needs.pair:
+            shows = self._needs.demonstration and value.get(c.demonstration_field) is None
+            fields = [c.chosen_field] if shows and value.get(c.chosen_field) is not None else []
+        else:
+            fields = [c.chosen_field, c.rejected_field]
+        prompts, answers = [], []
+        for field in fields:
+            if value.get(field) is None:
+                found = ", ".join(sorted(value)) or "nothing"
+                fix = "add the field, or name yours with env.chosen_field and env.rejected_field"
+                raise BadRow(where, f"no field {field!r}, and the algorithm learns from pairs; it has {found}", fix)
+            told = _text_or_messages(value.pop(field), where, field)
+            cut = 0 if isinstance(told, str) else _first_answer(told)
+            if not told[cut:]:
+                raise BadRow(where, f"field {field!r} has no assistant's turn", "add one")
+            prompts.append(() if isinstance(told, str) else told[:cut])
+            answers.append(told[cut:])
+        if len(set(answers)) < len(answers):
+            raise BadRow(where, "chosen and rejected are the same", "remove the row: it says nothing")
+        if len(set(prompts)) > 1:
+            raise BadRow(where, "chosen and rejected answer different prompts", "begin both with the same messages")
+        return (prompts[0] if prompts else ()), tuple(answers)
+
+    def _agrees(self, given: Any, own: tuple[Message, ...], where: str) -> None:
+        """Refuse a prompt beside conversations that begin with another one."""
+        field = self._config.prompt_field
+        if given is not None:
+            prompt = _text_or_messages(given, where, field)
+            if prompt != (own[-1].content if isinstance(prompt, str) else own):
+                fix = "remove one of them, or let the conversations begin with the answer"
+                raise BadRow(where, f"field {field!r} says other than what the conversations begin with", fix)
 
     def _answer(self, value: Any, where: str) -> str | None:
         field = self._config.answer_field
@@ -139,10 +183,14 @@ def _messages(value: Any, where: str, field: str) -> tuple[Message, ...]:
 def _conversation(value: Any, where: str) -> tuple[Prompt, Prompt]:
     """Prompt and demonstration: cut before the first assistant's turn."""
     messages = _messages(value, where, "messages")
-    cut = next((i for i, m in enumerate(messages) if m.role == "assistant"), len(messages))
+    cut = _first_answer(messages)
     if cut == 0:
         raise BadRow(where, "field 'messages' begins with an assistant's turn", "begin it with the user's")
     return messages[:cut], messages[cut:]
+
+
+def _first_answer(messages: Sequence[Message]) -> int:
+    return next((i for i, m in enumerate(messages) if m.role == "assistant"), len(messages))
 
 
 def prompt_key(prompt: Prompt) -> bytes:

@@ -19,7 +19,7 @@ from miles_env_reasoning_gym.config import (
     ReasoningGymConfig,
 )
 from miles_env_reasoning_gym.extract import Found, find
-from miles_env_reasoning_gym.workers import Pool, WorkerLostError, refuse
+from miles_env_reasoning_gym.workers import Pool, WorkerLostError
 
 if TYPE_CHECKING:
     from miles_core.contracts.environment import EpisodeContext
@@ -171,7 +171,7 @@ class ReasoningGym:
             **{"modules": config.modules, "folders": list(folders)},
             **{"deadline_s": config.deadline_s, "memory_mib": config.memory_mib},
         }
-        self._pool = Pool(settings, config.workers)
+        self._pool = Pool.shared("miles_env_reasoning_gym.worker", settings, config.workers)
         self._sources: dict[str, Tasks] = {}
         #: The least and the most that an answer may earn; a verdict beyond it fails the episode.
         self.reward_range = (0.0, 1.0 + config.format_reward)
@@ -185,10 +185,11 @@ class ReasoningGym:
                     fix="choose another data set, or set unsound: true",
                 )
             try:
-                refuse(self._pool.ask({"op": "check", "specs": entry.specs}, DRAWS_DEADLINE_S))
+                self._pool.ask({"op": "check", "specs": entry.specs}, DRAWS_DEADLINE_S)
             except WorkerLostError as lost:
                 raise ConfigError(
-                    f"{entry.name} cannot be built: {lost}", fix="change its options, or raise env.deadline_s"
+                    f"{entry.name} cannot be built: building it {lost}",
+                    fix="change its options, or raise env.deadline_s",
                 ) from lost
 
     # --- tasks -------------------------------------------------------------------------------------------------------
@@ -221,7 +222,7 @@ class ReasoningGym:
             found = self._pool.ask(request, DRAWS_DEADLINE_S)
         except WorkerLostError as lost:
             raise DataError(
-                f"environment {self.name!r}: drawing an item of {entry.name} failed: {lost}",
+                f"environment {self.name!r}: drawing an item of {entry.name} {lost}",
                 fix=f"raise env.deadline_s (it is {self.config.deadline_s:g}), or make its options easier",
             ) from lost
         self.complaint = f"; {found['raised']} raised, the last {found['last']}" if found.get("raised") else ""
@@ -271,13 +272,15 @@ class ReasoningGym:
         if entry is None:
             raise VerifierError(f"the data set {task.metadata.get('dataset')!r} of the task is not configured here")
         told = await self._verdict(entry, task, found.answer)
+        if "broken" in told:
+            raise VerifierError(f"the verifier of {entry.name} {told['broken']}")
         if "raised" in told:
             if config.on_raise is OnRaise.fail:
                 raise VerifierError(f"the verifier of {entry.name} raised {told['raised']}")
             return self._scored(0.0, found, "wrong", f"the verifier raised {told['raised']}", context)
         score = told["score"]
         if not 0.0 <= score <= 1.0:
-            raise VerifierError(f"the verifier of {entry.name} says {score:g}, outside its stated range of 0 to 1")
+            raise VerifierError(f"the verifier of {entry.name} returned {score:g}, outside its stated range of 0 to 1")
         verdict = "right" if score == 1.0 else "wrong" if score == 0.0 else f"partly right ({score:.3g})"
         return self._scored(score, found, verdict, found.why, context)
 
@@ -290,8 +293,7 @@ class ReasoningGym:
         try:
             told = await self._pool.ask_async(request, self.config.deadline_s)
         except WorkerLostError as lost:
-            why = f"took longer than {self.config.deadline_s:g} s" if lost.late else f"died: {lost}"
-            raise VerifierError(f"the verifier of {entry.name} {why}") from lost
+            raise VerifierError(f"the verifier of {entry.name} {lost}") from lost
         if "differs" in told:
             raise EngineError(
                 f"the item of task {task.id} cannot be made again: {told['differs']}",

@@ -1,36 +1,34 @@
-"""The worker process: builds data sets, draws items and judges answers. Run as a script, never imported by Miles.
+"""The child process: builds data sets, draws items and judges answers.
 
-It stands alone (standard library and reasoning-gym), so that it starts quickly, and runs with `PYTHONHASHSEED=0`: some
-data sets walk over sets of strings, and would give other items in every process. Requests and answers are lines of
-JSON on one socket, which is its standard input. It ends when the socket closes, and kills itself where one item takes
-longer than its deadline, so that nothing hangs on after its parent.
+It runs with `PYTHONHASHSEED=0`: some data sets walk over sets of strings, and would give other items in every process.
+The parent never imports reasoning-gym.
 """
 
 from __future__ import annotations
 
-import contextlib
+import ast
 import difflib
 import hashlib
 import importlib
 import importlib.util
 import json
 import math
-import resource
-import signal
-import socket
 import sys
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+from miles_env_reasoning_gym.sandbox import Refused, arm, said, serve
+
 BIG = 2**31 - 1  # items are numbered below this
 SIZE = 500  # items of one seed, for data sets that have no more
 CHUNKS = 16  # seeds of those
 KEPT_DATASETS, KEPT_ITEMS = 128, 64
-
-
-class Refused(Exception):
-    """A spec that cannot be used: (message, fix)."""
+#: Modules of reasoning-gym whose verifiers evaluate the answer as Python.
+EVALUATING = (
+    *("algorithmic.string_insertion", "algorithmic.spiral_matrix", "algorithmic.number_sorting"),
+    *("algorithmic.binary_matrix", "games.n_queens"),
+)
 
 
 class Catalogue:
@@ -105,9 +103,8 @@ def _built(spec: dict[str, Any], seed: int) -> Any:
             config.validate()
         return dataset_cls(config)
     except Exception as error:
-        told = f"{type(error).__name__}: {error}" if str(error) else f"{type(error).__name__}"
         shown = ", ".join(f"{k}: {v}" for k, v in wanted.items()) or "its defaults"
-        raise Refused(f"{name} refuses {shown}: {told}", "change its options or level") from error
+        raise Refused(f"{name} refuses {shown}: {said(error)}", "change its options or level") from error
 
 
 def _level(spec: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
@@ -160,10 +157,7 @@ class Worker:
     def check(self, specs: list[dict[str, Any]], **_: Any) -> dict[str, Any]:
         """Builds each data set once."""
         for spec in specs:
-            try:
-                self._catalogue.dataset(spec, 0)
-            except Refused as refused:
-                return {"refused": refused.args}
+            self._catalogue.dataset(spec, 0)
         return {}
 
     def draw(self, spec: dict[str, Any], seed: int, start: int, limit: int, split: str, share: float) -> dict[str, Any]:
@@ -172,12 +166,12 @@ class Worker:
         for number in range(start, limit):
             stream = hashlib.sha256(f"{seed}/{number}".encode()).digest()
             index = int.from_bytes(stream[:8], "big") % BIG
-            self._arm()
+            arm(self._deadline_s)
             try:
                 _, item = self._catalogue.item(spec, index)
                 question, answer = item["question"], item["answer"]
             except Exception as error:
-                raised, last = raised + 1, f"{type(error).__name__}: {error}"
+                raised, last = raised + 1, said(error)
                 continue
             if split_of(question, share) == split:
                 answer = None if answer is None else str(answer)
@@ -185,36 +179,24 @@ class Worker:
                     **{"number": number, "index": index, "question": question, "answer": answer},
                     "digest": digest(question),
                 }
-        return {"tried": limit - start, "raised": raised, "last": last[:200]}
+        return {"tried": limit - start, "raised": raised, "last": last}
 
     def score(self, spec: dict[str, Any], index: int, digest: str, answer: str) -> dict[str, Any]:
         try:
             dataset, item = self._catalogue.item(spec, index)
         except Exception as error:
-            return {"differs": f"generating it raises {type(error).__name__}: {error}"[:300]}
+            return {"differs": f"making it raises {said(error)}"}
         if globals()["digest"](item["question"]) != digest:
             return {"differs": "it is another question"}
         try:
             value = dataset.score_answer(answer, item)
         except Exception as error:
-            return {"raised": f"{type(error).__name__}: {error}"[:300]}
+            return {"raised": said(error)}
         try:
             number = float(value)
         except (TypeError, ValueError):
-            return {"raised": f"the verifier returned {value!r:.80}, not a number"}
-        return {"score": number} if math.isfinite(number) else {"raised": f"the verifier returned {number}"}
-
-    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        self._arm()
-        try:
-            found: dict[str, Any] = getattr(self, request.pop("op"))(**request)
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-        return found
-
-    def _arm(self) -> None:
-        """The alarm's default action ends the process, whatever it is stuck in."""
-        signal.setitimer(signal.ITIMER_REAL, self._deadline_s * 1.5 + 1)
+            return {"broken": f"returned {value!r:.80}, which is not a number"}
+        return {"score": number} if math.isfinite(number) else {"broken": f"returned {number}"}
 
 
 def register(modules: list[str], folders: list[str]) -> None:
@@ -234,36 +216,42 @@ def register(modules: list[str], folders: list[str]) -> None:
             sys.modules[spec.name] = module  # dataclasses look their module up
             spec.loader.exec_module(module)
         except Exception as error:
-            message = f"modules names {name!r}, and importing it fails: {type(error).__name__}: {error}"
+            message = f"modules names {name!r}, and importing it fails: {said(error)}"
             raise Refused(message, "make it importable, or correct the name") from error
 
 
-def main() -> None:
-    settings = json.loads(sys.argv[1])
-    line = socket.socket(fileno=0)
-    stream = line.makefile("rwb")
+def harmless() -> None:
+    """Some verifiers `eval` the answer, in view of the reference; there it need be a literal only. sympy's parser runs
+    what it reads, too: names that could leave the expression are refused."""
+    import sympy
+    from sympy.parsing import sympy_parser
 
-    def say(message: dict[str, Any]) -> None:
-        stream.write(json.dumps(message).encode() + b"\n")
-        stream.flush()
+    for name in EVALUATING:
+        importlib.import_module(f"reasoning_gym.{name}").eval = ast.literal_eval  # type: ignore[attr-defined]
+    parse = sympy_parser.parse_expr
 
+    def guarded(text: str, *args: Any, **keywords: Any) -> Any:
+        if "__" in text:
+            raise ValueError("an expression with __ is not read")
+        return parse(text, *args, **keywords)
+
+    sympy_parser.parse_expr = sympy.parse_expr = guarded
+    for module in [m for name, m in sys.modules.items() if name.startswith(("reasoning_gym.", "sympy."))]:
+        if getattr(module, "parse_expr", None) is parse:
+            module.parse_expr = guarded  # type: ignore[attr-defined]
+
+
+def start(settings: dict[str, Any]) -> Worker:
     try:
         import reasoning_gym  # noqa: F401 - registers the data sets
-
-        register(settings["modules"], settings["folders"])
-    except Refused as refused:
-        return say({"refused": refused.args})
     except Exception as error:
-        text = f"reasoning-gym cannot be imported: {type(error).__name__}: {error}"
-        return say({"refused": (text, "pip install 'miles-env-reasoning-gym'")})
-    limit = settings["memory_mib"] << 20
-    with contextlib.suppress(ValueError, OSError):  # not every system has this limit
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    worker = Worker(Catalogue(), settings["deadline_s"])
-    say({"ready": True})
-    for request in stream:
-        say(worker.answer(json.loads(request)))
+        message = f"reasoning-gym cannot be imported: {said(error)}"
+        raise Refused(message, "pip install miles-env-reasoning-gym") from error
+    harmless()
+    register(settings["modules"], settings["folders"])
+    return Worker(Catalogue(), settings["deadline_s"])
 
 
 if __name__ == "__main__":
-    main()
+    given = json.loads(sys.argv[1])
+    serve(start, given["deadline_s"], given["memory_mib"], given)

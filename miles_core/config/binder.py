@@ -161,7 +161,7 @@ class Binder:
                 taken |= found.keys()
             if found:
                 parts[field] = Frozen(found)
-        if "loss" not in parts:
+        if "loss" not in parts and all(p.kind != "term" for p in parts.get("distill", {}).values()):
             raise ConfigError(
                 f"{at} has no loss; installed presets: {self.catalogue.installed('algorithm')}",
                 fix=f"write `{at}: {{use: …}}`, or give it a loss",

@@ -221,9 +221,20 @@ def _token(advantage: float, log_ratio: float, value: float, gradient: float) ->
     )
 
 
+def _tokens(*value: float, gradient: Sequence[float]) -> TermExample:
+    """Two tokens, each with an advantage of its own, at ratio 1."""
+    return TermExample(
+        outputs={"logprobs": [-1, -2]},
+        columns={"advantages": [1, -3], "proximal_logprobs": [-1, -2]},
+        value=value,
+        gradient={"logprobs": gradient},
+    )
+
+
 class ClipConformance(LossConformance):
     name = "clip"
     examples: ClassVar[Sequence[TermExample]] = (
+        _tokens(-1, 3, gradient=[-1, 3]),
         _token(1, 0, -1, -1),
         _token(-1, _R, 4, 4),
         _token(1, 0.5, -1.2, 0),
@@ -264,6 +275,7 @@ class CispoConformance(LossConformance):
     options: ClassVar[dict[str, Any]] = {"hi": 0.2}
     gradient_of_value = False  # the weight is detached
     examples: ClassVar[Sequence[TermExample]] = (
+        _tokens(1, -6, gradient=[-1, 3]),
         _token(1, 0, 1, -1),
         _token(1, 0.5, 0.6, -1.2),
         _token(-1, 0.5, -0.6, 1.2),
@@ -278,7 +290,7 @@ class BoundedCispoConformance(CispoConformance):
 
 class ReinforceConformance(LossConformance):
     name = "reinforce"
-    examples = (_token(2, 0, 2, -2), _token(-1, -3, -4, 1))
+    examples = (_token(2, 0, 2, -2), _token(-1, -3, -4, 1), _tokens(1, -6, gradient=[-1, 3]))
 
 
 def _kl(log_ratio: float, value: float, gradient: float) -> TermExample:
@@ -317,7 +329,7 @@ class LowVarConformance(K3Conformance):
         _kl(0, 0.10653066, 0.39346934),
         TermExample(
             outputs={"logprobs": [-9]},
-            columns={"reference.logprobs": [-1]},
+            columns={"reference.logprobs": [-1], "proximal_logprobs": [-9]},
             value=[10],
             gradient={"logprobs": [0]},
         ),

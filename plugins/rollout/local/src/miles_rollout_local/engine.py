@@ -17,12 +17,14 @@ import numpy as np
 import torch
 
 from miles_core.contracts.engine import Completion, Health, PauseMode, Request
-from miles_core.errors import CapabilityError, ConfigError, DeadlineError, EngineError, MilesError, WeightError
+from miles_core.errors import CapabilityError, ConfigError, DeadlineError, EngineError, MilesError
 from miles_core.provider import BuildContext
 from miles_core.records import Version
 from miles_rollout_local import models
+from miles_rollout_local.adapters import Adapters
 from miles_rollout_local.config import LocalConfig
 from miles_rollout_local.fused import FusedForward
+from miles_rollout_local.lanes import Lane, Lanes
 from miles_rollout_local.plain import PlainForward
 from miles_rollout_local.port import TensorsPort
 from miles_rollout_local.slots import Job, Slots
@@ -40,23 +42,45 @@ def build(config: LocalConfig, context: BuildContext, offers: frozenset[str]) ->
             fix="set rollout.gpus=0, or choose an engine for GPUs",
         )
     renderer = context.need("renderer")
-    model, verified = models.load(context.need("model"), config)
-    limit = models.max_length(model.config, config)
-    forward = FusedForward(model, limit, invariant=config.batch_invariant) if verified else PlainForward(model)
-    if config.batch_invariant and config.max_length is None:
-        _refuse_large_cache(config, model, limit)
-    slots = Slots(
-        forward,
-        name=context.name,
-        slots=config.slots,
-        max_length=limit,
-        vocabulary=model.config.vocab_size,
-        prefill_tokens=config.prefill_tokens,
-        stop_ids=renderer.stop_ids,
-        decode_text=lambda ids: renderer.tokenizer.decode(ids, skip_special=False),
-        invariant=config.batch_invariant,
-    )
-    return LocalEngine(context.name, context.policy, slots, LiveWeights(model), offers)
+    source = context.need("model")
+    _refuse_unlike(context)
+
+    def lane() -> Lane:
+        model, verified = models.load(source, config)
+        limit = models.max_length(model.config, config)
+        forward = FusedForward(model, limit, invariant=config.batch_invariant) if verified else PlainForward(model)
+        if config.batch_invariant and config.max_length is None:
+            _refuse_large_cache(config, model, limit)
+        slots = Slots(
+            forward,
+            name=context.name,
+            slots=config.slots,
+            max_length=limit,
+            vocabulary=model.config.vocab_size,
+            prefill_tokens=config.prefill_tokens,
+            stop_ids=renderer.stop_ids,
+            decode_text=lambda ids: renderer.tokenizer.decode(ids, skip_special=False),
+            invariant=config.batch_invariant,
+        )
+        return Lane(slots, LiveWeights(model), Adapters(model) if verified and not config.batch_invariant else None)
+
+    return LocalEngine(context.name, Lanes(context.name, source, lane), offers)
+
+
+def _refuse_unlike(context: BuildContext) -> None:
+    """One engine has one architecture and one tokenizer: those of the run's first policy."""
+    policies = list(context.run.policies.values()) if context.run is not None else []
+    for policy in policies[1:]:
+        first, other = ((p.model.core, p.renderer.use, p.renderer.options) for p in (policies[0], policy))
+        same = first[1:] == other[1:] and all(
+            getattr(first[0], key) == getattr(other[0], key) for key in ("tokenizer", "alphabet", "architecture")
+        )
+        if not same or (first[0].tokenizer is None and first[0].source != other[0].source):
+            raise ConfigError(
+                f"rollout {context.name!r} serves policies {policies[0].name!r} and {policy.name!r}, whose tokenizer, "
+                "renderer or architecture differ",
+                fix="give them the same model, or name one model.tokenizer for both",
+            )
 
 
 def _refuse_large_cache(config: LocalConfig, model: Any, limit: int) -> None:
@@ -83,12 +107,11 @@ class _Batch:
 
 
 class LocalEngine:
-    """Keeps `miles_core.contracts.engine.Engine` for one policy."""
+    """Keeps `miles_core.contracts.engine.Engine` for one or several policies of one architecture."""
 
-    def __init__(self, name: str, policy: str, slots: Slots, weights: LiveWeights, offers: frozenset[str]) -> None:
-        self.name, self.policy, self.slots, self.weights, self.offers = name, policy, slots, weights, offers
+    def __init__(self, name: str, lanes: Lanes, offers: frozenset[str]) -> None:
+        self.name, self.lanes, self.offers = name, lanes, offers
         self.loading: Version | None = None  # between `begin` and `end`
-        self.torn = False  # tensors were written since the last complete version
         self._paused = False
         self._parking = False  # new requests wait outside until `resume`
         self._draining: list[asyncio.Future[None]] = []  # callers of pause("finish")
@@ -103,6 +126,16 @@ class LocalEngine:
         self._running = False
         self._kicked = False
         self._port = TensorsPort(self)
+
+    @property
+    def slots(self) -> Slots:
+        """The batch of the first lane: all there is where one policy is served."""
+        return self.lanes.first.slots
+
+    @property
+    def weights(self) -> LiveWeights:
+        """The model of the first lane."""
+        return self.lanes.first.weights
 
     # --- the contract ------------------------------------------------------------------------------------------------
 
@@ -158,7 +191,7 @@ class LocalEngine:
 
         self._arrived.extend(job for job in self._parked if chosen(job))
         self._parked = [job for job in self._parked if not chosen(job)]
-        await self.control(lambda: self.slots.abort(chosen))
+        await self.control(lambda: self.lanes.abort(chosen))
 
     async def pause(self, mode: PauseMode) -> None:
         """See `Engine.pause`. Requests that come while `finish` waits are served after `resume`."""
@@ -171,9 +204,9 @@ class LocalEngine:
         def stop() -> None:
             self._paused = mode != "finish"
             if mode == "recompute":
-                self.slots.preempt()
+                self.lanes.preempt()
             elif mode == "abort":
-                self.slots.abort(lambda job: True)
+                self.lanes.abort(lambda job: True)
             elif mode == "finish":
                 self._draining.append(drained)
 
@@ -205,8 +238,9 @@ class LocalEngine:
 
     async def health(self) -> Health:
         detail = "closed" if self._closed else repr(self._failure) if self._failure else ""
-        waiting = len(self.slots.waiting) + len(self._arrived) + len(self._incoming) + len(self._parked)
-        return Health(ok=not detail, detail=detail, running=len(self.slots.jobs), waiting=waiting)
+        running, waiting = self.lanes.counts()
+        waiting += len(self._arrived) + len(self._incoming) + len(self._parked)
+        return Health(ok=not detail, detail=detail, running=running, waiting=waiting)
 
     async def close(self) -> None:
         """Requests in flight fail with `EngineError`. Closing twice is fine."""
@@ -230,16 +264,9 @@ class LocalEngine:
         self._kick(loop)
         return await future
 
-    def check_policy(self, version: Version) -> None:
-        if version.policy != self.policy:
-            raise WeightError(
-                f"engine {self.name!r} serves policy {self.policy!r}; the weights are {version}",
-                fix="publish each policy to its own engines",
-            )
-
-    def check_invariance(self) -> None:
+    def check_invariance(self, lane: Lane) -> None:
         """With constant shapes, equal rows must give equal bits in every slot: prove it once, with real weights."""
-        s = self.slots
+        s = lane.slots
         if not s.invariant:
             return
         length = min(8, s.max_length - 1)
@@ -267,14 +294,15 @@ class LocalEngine:
     def _accept(self, request: Request, prompts: dict[int, Any]) -> Job:
         """`prompts`: those that were checked already, by the identity of their ids."""
         self._alive()
-        if self.slots.version is None:
+        if not self.lanes.versions:
             raise EngineError(
                 f"engine {self.name!r} has no weights yet", fix="publish version 0 through port `tensors` first"
             )
-        if request.policy != self.policy:
+        if request.policy not in self.lanes.versions:
             raise EngineError(
-                f"request {request.id!r} is for policy {request.policy!r}; engine {self.name!r} serves {self.policy!r}",
-                fix="route requests by policy",
+                f"request {request.id!r} is for policy {request.policy!r}; engine {self.name!r} serves "
+                f"{', '.join(map(repr, self.lanes.versions))}",
+                fix="route requests by policy, and publish a policy's weights before its first request",
             )
         lacking = request.want - self.offers
         lacking |= {key for key in request.prompt if key != "tokens"}
@@ -329,7 +357,7 @@ class LocalEngine:
         """Nobody waits for these any more: free their slots."""
         self._parked = [job for job in self._parked if job.batch is not batch]
         loop = asyncio.get_running_loop()
-        self._commands.append((lambda: self.slots.abort(lambda job: job.batch is batch), loop.create_future()))
+        self._commands.append((lambda: self.lanes.abort(lambda job: job.batch is batch), loop.create_future()))
         self._kick(loop)
 
     def _kick(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -385,9 +413,9 @@ class LocalEngine:
     def _turn(self, loop: asyncio.AbstractEventLoop) -> bool:
         if self._closed:
             return False
-        slots = self.slots
+        lanes = self.lanes
         while self._incoming:
-            slots.waiting.append(self._incoming.popleft())
+            lanes.enqueue(self._incoming.popleft())
         ran = bool(self._commands)
         while self._commands:
             command, future = self._commands.popleft()
@@ -398,18 +426,18 @@ class LocalEngine:
                 error = problem
             self._hand_over(loop)  # an abort returns after the requests that it ended
             loop.call_soon_threadsafe(_resolve, future, result, error)
-        stepping = slots.busy and not self._paused and self.loading is None
+        stepping = lanes.busy and not self._paused and self.loading is None
         if stepping:
-            slots.step()
+            lanes.step()
             self._hand_over(loop)
-        if self._draining and not slots.busy and not self._incoming:
+        if self._draining and not lanes.busy and not self._incoming:
             self._paused = True
             while self._draining:
                 loop.call_soon_threadsafe(_resolve, self._draining.pop(), None, None)
         return ran or stepping
 
     def _hand_over(self, loop: asyncio.AbstractEventLoop) -> None:
-        for job, result in self.slots.take_finished():
+        for job, result in self.lanes.take_finished():
             batch = job.batch
             if batch.results[job.index] is None:  # else it came too late
                 batch.results[job.index] = result

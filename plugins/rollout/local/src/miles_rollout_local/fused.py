@@ -7,10 +7,14 @@ queries and keys together, rotary embedding from a table, keys and values writte
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from miles_rollout_local.adapters import Adapters, Mix
 
 
 class FusedForward:
@@ -30,6 +34,7 @@ class FusedForward:
         self.eps = settings.rms_norm_eps
         self.normed = hasattr(attention, "q_norm")
         self.invariant = invariant
+        self.adapters: Adapters | None = None  # set where policies have adapters over this model
         positions = torch.arange(-(-max_length // 16) * 16)  # constant shapes pad to whole blocks
         cos, sin = model.model.rotary_emb(self.head.weight[:1, None], positions[None])
         # rotate_half(x) * sin == roll(x) * signed sin, with the first half's sign turned.
@@ -37,8 +42,8 @@ class FusedForward:
         self.cos = cos[0, :, None]  # [positions, 1, head_dim]
         self.sin = torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)[:, None]
 
-    def prefill(self, ids: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`ids` int64 [b, t], padded on the right to t; `lengths` int64 [b].
+    def prefill(self, ids: torch.Tensor, lengths: torch.Tensor, which: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """`ids` int64 [b, t], padded on the right to t; `lengths` int64 [b]; `which` int64 [b]: each row's adapter.
 
         Returns logits float32 [b, vocabulary] after each row's last token, and keys and values
         [layers, b, 2 * kv heads, t, head dim]; entries beyond a row's length are meaningless.
@@ -58,17 +63,25 @@ class FusedForward:
             return out.transpose(1, 2).reshape(b * t, -1)
 
         positions = torch.arange(t).repeat(b)
-        x = self._layers(ids.reshape(-1), positions, attend)
+        mix = None if which is None else self._mix(np.repeat(which, t))
+        x = self._layers(ids.reshape(-1), positions, attend, mix)
         last = torch.arange(b) * t + lengths - 1
         return self._logits(x[last]), entries
 
     def decode(
-        self, ids: torch.Tensor, positions: torch.Tensor, arena: torch.Tensor, span: int, mask: torch.Tensor | None
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        arena: torch.Tensor,
+        span: int,
+        mask: torch.Tensor | None,
+        which: Any = None,
     ) -> torch.Tensor:
         """One token for rows 0 … n-1 of `arena` [layers, rows, 2 * kv heads, capacity, head dim].
 
         `ids`, `positions` int64 [n]; entries are written at `positions`; `mask` bool [n, 1, 1, span] says which of the
-        first `span` entries a row may see (`None`: all). Returns logits float32 [n, vocabulary].
+        first `span` entries a row may see (`None`: all); `which` int64 [n]: each row's adapter. Returns
+        logits float32 [n, vocabulary].
         """
         n = len(ids)
         place = places(arena, positions)
@@ -81,10 +94,18 @@ class FusedForward:
             k, v = seen[:, : self.kv_heads], seen[:, self.kv_heads :]
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scaling).reshape(n, -1)
 
-        return self._logits(self._layers(ids, positions, attend))
+        mix = None if which is None else self._mix(which)
+        return self._logits(self._layers(ids, positions, attend, mix))
+
+    def _mix(self, which: Any) -> Mix | None:
+        return None if self.adapters is None else self.adapters.mix(which)
 
     def _layers(
-        self, ids: torch.Tensor, positions: torch.Tensor, attend: Callable[[int, torch.Tensor], torch.Tensor]
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Callable[[int, torch.Tensor], torch.Tensor],
+        mix: Mix | None,
     ) -> torch.Tensor:
         x = F.embedding(ids, self.body.embed_tokens.weight)
         cos, sin = self.cos[positions], self.sin[positions]
@@ -92,7 +113,10 @@ class FusedForward:
         for index, layer in enumerate(self.layers):
             attention = layer.self_attn
             h = F.rms_norm(x, shape, layer.input_layernorm.weight, self.eps)
-            heads = F.linear(h, layer.qkv_weight, layer.qkv_bias).view(len(x), -1, self.head_dim)
+            heads = F.linear(h, layer.qkv_weight, layer.qkv_bias)
+            if mix is not None:
+                heads = mix.add(index, "qkv", h, heads)
+            heads = heads.view(len(x), -1, self.head_dim)
             turned = qk = heads[:, :mixed]
             if self.normed:
                 scale = torch.cat(
@@ -103,16 +127,24 @@ class FusedForward:
                 )
                 turned = F.rms_norm(qk, (self.head_dim,), None, self.eps) * scale
             torch.addcmul(turned * cos, turned.roll(half, -1), sin, out=qk)
-            x = _project(x, attend(index, heads), attention.o_proj)
+            seen = attend(index, heads)
+            x = _project(x, seen, attention.o_proj)
+            if mix is not None:
+                x = mix.add(index, "o", seen, x)
             h = F.rms_norm(x, shape, layer.post_attention_layernorm.weight, self.eps)
-            x = self._mlp(x, h, layer)
+            x = self._mlp(x, h, layer, index, mix)
         return x
 
-    def _mlp(self, x: torch.Tensor, h: torch.Tensor, layer: Any) -> torch.Tensor:
+    def _mlp(self, x: torch.Tensor, h: torch.Tensor, layer: Any, index: int, mix: Mix | None) -> torch.Tensor:
         mlp = layer.mlp
         if not hasattr(mlp, "experts"):
-            gate, up = F.linear(h, layer.gate_up_weight, layer.gate_up_bias).chunk(2, -1)
-            return _project(x, mlp.act_fn(gate) * up, mlp.down_proj)
+            both = F.linear(h, layer.gate_up_weight, layer.gate_up_bias)
+            if mix is not None:
+                both = mix.add(index, "gate_up", h, both)
+            gate, up = both.chunk(2, -1)
+            active = mlp.act_fn(gate) * up
+            x = _project(x, active, mlp.down_proj)
+            return x if mix is None else mix.add(index, "down", active, x)
         if self.invariant:
             return x + _all_experts(h, mlp)
         return x + mlp(h[None])[0]

@@ -72,11 +72,12 @@ class PlainForward:
 
     def __init__(self, model: Any) -> None:
         self.model = model
+        self.adapters: Any = None
         takes = inspect.signature(inspect.unwrap(type(model).forward)).parameters
         self.keyword = "cache" if "cache" in takes else "past_key_values"
 
-    def prefill(self, ids: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `FusedForward.prefill`."""
+    def prefill(self, ids: torch.Tensor, lengths: torch.Tensor, which: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `FusedForward.prefill`; there are no adapters here."""
         b, t = ids.shape
         recorder = _Recorder()
         mask = torch.ones(t, t, dtype=torch.bool).tril().expand(b, 1, t, t)
@@ -89,7 +90,13 @@ class PlainForward:
         return logits[torch.arange(b), lengths - 1].float(), torch.stack(recorder.entries)
 
     def decode(
-        self, ids: torch.Tensor, positions: torch.Tensor, arena: torch.Tensor, span: int, mask: torch.Tensor | None
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        arena: torch.Tensor,
+        span: int,
+        mask: torch.Tensor | None,
+        which: Any = None,
     ) -> torch.Tensor:
         """See `FusedForward.decode`."""
         if mask is None:

@@ -12,12 +12,16 @@ if TYPE_CHECKING:
     from miles_rollout_local.engine import LocalEngine
 
 OFFERS = frozenset(
-    {"weights.tensors", "logprobs", "keep_ids", "pause.in_place", "pause.recompute", "pause.abort", "pause.finish"}
+    {
+        *("weights.tensors", "logprobs", "keep_ids", "policies"),
+        *("pause.in_place", "pause.recompute", "pause.abort", "pause.finish"),
+    }
 )
 
 
 def _offers(config: LocalConfig) -> frozenset[str]:
-    return OFFERS | {"batch_invariant"} if config.batch_invariant else OFFERS
+    # Constant shapes would have to hold whatever adapters other policies have: those are merged there.
+    return OFFERS | {"batch_invariant" if config.batch_invariant else "lora"}
 
 
 def _build(config: LocalConfig, context: BuildContext) -> LocalEngine:

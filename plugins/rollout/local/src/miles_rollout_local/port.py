@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 from miles_core.contracts.weights import TensorSpec
 from miles_core.errors import WeightError
 from miles_core.records import Version
+from miles_rollout_local.adapters import is_adapter
 
 if TYPE_CHECKING:
     from miles_rollout_local.engine import LocalEngine
 
 
 class TensorsPort:
-    """See `miles_core.contracts.weights.TensorsPort`.
+    """See `miles_core.contracts.weights.TensorsPort`. What comes is whole weights, or an adapter under PEFT's names.
 
     `begin` again before `end` starts over (a transfer that failed half-way is repeated in full). `end` takes either
     every tensor, or none at all: the same weights under a new version. Until an `end` succeeds the engine stands still.
@@ -25,20 +26,23 @@ class TensorsPort:
         self._engine = engine
 
     async def begin(self, version: Version) -> None:
-        self._engine.check_policy(version)
-
         def hold() -> None:
             self._engine.loading = version
-            self._engine.weights.restart()
+            lane = self._engine.lanes.by_policy.get(version.policy, self._engine.lanes.first)
+            lane.weights.restart()
+            if lane.adapters is not None:
+                lane.adapters.incoming = {}
 
         await self._engine.control(hold)
 
     async def load(self, bucket: Sequence[tuple[TensorSpec, Any]]) -> None:
         def copy() -> None:
-            if self._engine.loading is None:
+            version = self._engine.loading
+            if version is None:
                 raise WeightError("tensors came outside begin and end", fix="call begin(version) first")
-            self._engine.torn = True
-            self._engine.weights.load(bucket)
+            for adapter in sorted({is_adapter(spec.name) for spec, _ in bucket}):
+                part = [(spec, tensor) for spec, tensor in bucket if is_adapter(spec.name) == adapter]
+                self._engine.lanes.load(version.policy, part, adapter=adapter)
 
         await self._engine.control(copy)
 
@@ -50,22 +54,22 @@ class TensorsPort:
                     f"end({version}) without its begin; {engine.loading or 'nothing'} is being loaded",
                     fix="call begin and end with the same version",
                 )
-            if engine.torn or engine.slots.version is None:
-                engine.weights.check_complete()
-            if engine.slots.version is None:
-                engine.check_invariance()
-            engine.torn = False
+            if engine.lanes.finish(version):
+                engine.check_invariance(engine.lanes.by_policy[version.policy])
             engine.loading = None
-            engine.slots.activate(version)
+            engine.lanes.activate(version)
 
         await self._engine.control(activate)
 
     async def evidence(self, version: Version, tensors: Sequence[TensorSpec]) -> Mapping[str, tuple[str, ...]]:
-        held = self._engine.loading or self._engine.slots.version
+        engine = self._engine
+        held = engine.lanes.versions.get(version.policy)
+        if engine.loading is not None and engine.loading.policy == version.policy:
+            held = engine.loading
         if held != version:
             raise WeightError(
                 f"engine {self._engine.name!r} holds {held or 'no weights'}, not {version}",
                 fix="ask for evidence of the version that was loaded last",
             )
         # Reading beside decode steps is safe: only `load` writes, and the caller has finished loading.
-        return await asyncio.to_thread(self._engine.weights.digests, tensors)
+        return await asyncio.to_thread(engine.lanes.digests, version.policy, tensors)

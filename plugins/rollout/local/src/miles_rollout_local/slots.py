@@ -20,7 +20,7 @@ from miles_core.records import Finish, Span, Version
 from miles_rollout_local.sampling import Kept, Knobs, sample, uniform
 
 Array = np.ndarray[Any, Any]
-_FIELDS = "temperature top_k top_p seed draw count limit length last tail".split()
+_FIELDS = "temperature top_k top_p seed draw count limit length last tail adapter".split()
 _PATIENCE_STEPS = 4
 _SEED_BITS = 2**64 - 1
 
@@ -28,10 +28,20 @@ _SEED_BITS = 2**64 - 1
 class Forward(Protocol):
     """What computes: `fused.FusedForward` or `plain.PlainForward`."""
 
-    def prefill(self, ids: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
+    adapters: Any  # `adapters.Adapters`, or `None` where no policy has one
+
+    def prefill(
+        self, ids: torch.Tensor, lengths: torch.Tensor, which: Any = None
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     def decode(
-        self, ids: torch.Tensor, positions: torch.Tensor, arena: torch.Tensor, span: int, mask: torch.Tensor | None
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        arena: torch.Tensor,
+        span: int,
+        mask: torch.Tensor | None,
+        which: Any = None,
     ) -> torch.Tensor: ...
 
 
@@ -92,7 +102,7 @@ class Slots:
         self.rows = -(-slots // 16) * 16 if invariant else slots  # matrix kernels treat a last odd row apart
         self.capacity = -(-max_length // 16) * 16 if invariant else 0
         self.arena: torch.Tensor | None = None
-        self.version: Version | None = None
+        self.versions: dict[str, Version] = {}  # policy -> what its tokens carry
         self.waiting: deque[Job] = deque()
         self.jobs: list[Job] = []
         self.patience = _PATIENCE_STEPS
@@ -111,12 +121,13 @@ class Slots:
         return bool(self.jobs or self.waiting)
 
     def activate(self, version: Version) -> None:
-        """Tokens sampled from now on carry `version`."""
-        self.version = version
+        """Tokens of its policy that are sampled from now on carry `version`."""
+        self.versions[version.policy] = version
         for row, job in enumerate(self.jobs):
-            self._mark(job, int(self.state["count"][row]))
+            if job.request.policy == version.policy:
+                self._mark(job, int(self.state["count"][row]))
         for job in self.waiting:
-            if job.marks:
+            if job.marks and job.request.policy == version.policy:
                 self._mark(job, len(job.tokens))
 
     def preempt(self) -> None:
@@ -161,7 +172,8 @@ class Slots:
         if self.invariant or int(positions.min()) + 1 < span:
             mask = (torch.arange(span)[None] <= where[:, None])[:, None, None]
         assert self.arena is not None
-        logits = self.forward.decode(torch.from_numpy(s["last"][:run]), where, self.arena, span, mask)
+        which = None if self.forward.adapters is None else s["adapter"][:run]
+        logits = self.forward.decode(torch.from_numpy(s["last"][:run]), where, self.arena, span, mask, which)
         s["length"][:n] += 1
         self._emit(0, n, logits[:n])
 
@@ -179,8 +191,9 @@ class Slots:
 
     def _admit(self) -> None:
         """Prefill waiting requests, each distinct context once, at most `prefill_tokens` between two decode steps."""
-        contexts: dict[bytes, int] = {}
+        contexts: dict[tuple[int, bytes], int] = {}
         unique: list[Array] = []
+        adapters: list[int] = []
         joined: list[tuple[Job, int]] = []
         widest = 0
         free = self.slots - len(self.jobs)
@@ -191,7 +204,7 @@ class Slots:
                 self.finished.append((job, self._complete(job, Finish.LENGTH)))
                 continue
             context = np.concatenate([job.context, job.tokens]) if len(job.tokens) else job.context
-            key = context.tobytes()
+            key = (self._adapter(job), context.tobytes())
             if key not in contexts:
                 width = max(widest, self._width(len(context)))
                 if unique and width * (len(unique) + 1) > self.prefill_tokens:
@@ -199,13 +212,14 @@ class Slots:
                 widest = width
                 contexts[key] = len(unique)
                 unique.append(context)
+                adapters.append(key[0])
             joined.append((self.waiting.popleft(), contexts[key]))
         if not joined:
             return
         first = len(self.jobs)
         index = np.array([which for _, which in joined])
         lengths = np.array([len(c) for c in unique])
-        logits = self._prefill(unique, lengths, first, index)
+        logits = self._prefill(unique, lengths, first, index, np.array(adapters))
         self._seat(first, [job for job, _ in joined], lengths[index])
         self._emit(first, len(self.jobs), logits[torch.from_numpy(index)])
 
@@ -215,8 +229,16 @@ class Slots:
             return length
         return min(max(16, 1 << (length - 1).bit_length()), self.capacity)
 
-    def _prefill(self, contexts: list[Array], lengths: Array, first: int, index: Array) -> torch.Tensor:
-        """Compute `contexts`, write their entries to rows `first …` (row first + i takes context index[i])."""
+    def _adapter(self, job: Job) -> int:
+        """The adapter of its policy; 0 where this forward has none."""
+        adapters = self.forward.adapters
+        return 0 if adapters is None else int(adapters.number[job.request.policy])
+
+    def _prefill(
+        self, contexts: list[Array], lengths: Array, first: int, index: Array, adapters: Array
+    ) -> torch.Tensor:
+        """Compute `contexts`, each with its adapter; write their entries to rows `first …` (row first + i takes context
+        index[i])."""
         widths = np.array([self._width(int(n)) for n in lengths])
         chunks: list[tuple[Array, int, int]] = []  # contexts, rows, width
         if self.invariant:
@@ -233,7 +255,8 @@ class Slots:
             for row, member in enumerate(members):
                 ids[row, : lengths[member]] = contexts[member]
                 sizes[row] = lengths[member]
-            logits, entries = self.forward.prefill(torch.from_numpy(ids), torch.from_numpy(sizes))
+            which = None if self.forward.adapters is None else adapters[members]
+            logits, entries = self.forward.prefill(torch.from_numpy(ids), torch.from_numpy(sizes), which)
             arena = self._room(entries)
             source = np.full(len(contexts), -1)
             source[members] = np.arange(len(members))
@@ -258,6 +281,7 @@ class Slots:
             "count": [len(job.tokens) for job in jobs],
             "limit": [job.limit for job in jobs],
             "tail": [job.tail for job in jobs],
+            "adapter": [self._adapter(job) for job in jobs],
             "length": lengths,
         }
         for name, value in values.items():
@@ -324,9 +348,10 @@ class Slots:
             if reason is Finish.ERROR:
                 if self.arena is not None:
                     self.arena[:, row] = 0  # masked entries count 0 times, and 0 x NaN would reach the next tenant
+                held = self.versions[job.request.policy]
                 problem = EngineError(
                     f"engine {self.name!r}: the model gave a log-probability that is not finite for request "
-                    f"{job.request.id!r} at token {len(job.tokens) - 1}, with weights {self.version}",
+                    f"{job.request.id!r} at token {len(job.tokens) - 1}, with weights {held}",
                     fix="look for NaN in the weights or a learning rate that is too high",
                 )
                 self.finished.append((job, problem))
@@ -366,11 +391,11 @@ class Slots:
         return Completion(request=job.request.id, columns=columns, spans=spans, finish=finish, engine=self.name)
 
     def _mark(self, job: Job, start: int) -> None:
-        assert self.version is not None
+        version = self.versions[job.request.policy]
         if job.marks and job.marks[-1][0] == start:
-            job.marks[-1] = (start, self.version)
+            job.marks[-1] = (start, version)
         else:
-            job.marks.append((start, self.version))
+            job.marks.append((start, version))
 
     # --- memory ------------------------------------------------------------------------------------------------------
 

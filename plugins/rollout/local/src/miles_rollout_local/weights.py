@@ -15,7 +15,7 @@ from miles_core.errors import WeightError
 
 #: safetensors' spelling of dtypes.
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_SPELLED = {dtype: name for name, dtype in DTYPES.items()}
+SPELLED = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class LiveWeights:
@@ -68,7 +68,7 @@ class LiveWeights:
             if tensor.dtype != view.dtype or tuple(tensor.shape) != tuple(view.shape):
                 raise WeightError(
                     f"tensor {spec.name!r} was announced as {spec.dtype} {list(spec.shape)}; what came is "
-                    f"{_SPELLED.get(tensor.dtype, tensor.dtype)} {list(tensor.shape)}",
+                    f"{SPELLED.get(tensor.dtype, tensor.dtype)} {list(tensor.shape)}",
                     fix="hand over the tensor that the spec describes",
                 )
             if spec.name in self.seen:
@@ -80,6 +80,14 @@ class LiveWeights:
             self.seen.add(spec.name)
             owner = self.owner[spec.name]
             self.loaded[owner] = self.loaded.get(owner, 0) + view.numel()
+
+    def fill(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy a tensor of the model's own folder, in whatever format it has there. Raises `KeyError` for a name that
+        the model does not have."""
+        if name not in self.views or self.views[name].shape != tensor.shape:
+            raise KeyError(f"no parameter {name!r} of shape {list(tensor.shape)}")
+        with torch.no_grad():
+            self.views[name].copy_(tensor)
 
     def check_complete(self) -> None:
         """Raises `WeightError` naming what this version did not bring."""
@@ -99,7 +107,7 @@ class LiveWeights:
             digests = []
             for piece in spec.boxes():
                 box = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.shape, strict=True))
-                digests.append(_digest(view[box]))
+                digests.append(digest(view[box]))
             found[spec.name] = tuple(digests)
         return found
 
@@ -118,13 +126,14 @@ class LiveWeights:
             )
         if DTYPES.get(spec.dtype) != view.dtype:
             raise WeightError(
-                f"tensor {spec.name!r} is {spec.dtype}; the engine computes in {_SPELLED[view.dtype]}",
+                f"tensor {spec.name!r} is {spec.dtype}; the engine computes in {SPELLED[view.dtype]}",
                 fix="set rollout.dtype to what the trainer publishes",
             )
         return view
 
 
-def _digest(tensor: torch.Tensor) -> str:
+def digest(tensor: torch.Tensor) -> str:
+    """xxh3-128 hex over the little-endian contiguous bytes."""
     flat = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     if sys.byteorder == "big":
         flat = flat.reshape(-1, tensor.element_size())[:, ::-1].copy()

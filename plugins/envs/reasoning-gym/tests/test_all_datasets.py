@@ -12,7 +12,7 @@ from miles_core.config.binding import bind
 
 #: They ask for any solution and hand out none; their verifiers check what is proposed.
 WITHOUT_REFERENCE = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
-#: Their verifiers raise on an answer of words (`on_raise: zero` is for these).
+#: Their verifiers raise on an answer of words (`unjudged: zero` is for these).
 RAISING = {"prime_factorization"}
 
 

@@ -3,8 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from miles_env_reasoning_gym.config import Extract
-from miles_env_reasoning_gym.extract import find
+from miles_env_reasoning_gym.extract import Extract, find
 
 TAG = [Extract.tag]
 

@@ -301,7 +301,7 @@ def test_a_verifier_that_misbehaves_fails_its_episode_alone(what, says):
 
 
 def test_raising_may_earn_nothing_instead():
-    environment = mine("raise", on_raise="zero")
+    environment = mine("raise", unjudged="zero")
     judged = score(environment, environment.tasks("train").task(0), "7")
     assert judged.reward == 0.0 and judged.info["why"].startswith("the verifier raised RuntimeError: broken")
 

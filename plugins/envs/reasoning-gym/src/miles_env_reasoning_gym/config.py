@@ -7,6 +7,8 @@ from enum import StrEnum
 from typing import Any
 
 from miles_core.config.schema import opt
+from miles_env_reasoning_gym.extract import Extract
+from miles_env_reasoning_gym.prompts import PromptConfig
 
 Level = int | dict[str, int] | None
 
@@ -21,22 +23,7 @@ class EvalStage(StrEnum):
     last = "last"
 
 
-class Form(StrEnum):
-    auto = "auto"
-    messages = "messages"
-    text = "text"
-
-
-class Extract(StrEnum):
-    tag = "tag"
-    boxed = "boxed"
-    last_number = "last_number"
-    last_line = "last_line"
-    first_line = "first_line"
-    whole = "whole"
-
-
-class OnRaise(StrEnum):
+class Unjudged(StrEnum):
     fail = "fail"
     zero = "zero"
 
@@ -81,18 +68,6 @@ class DatasetConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptConfig:
-    system: str = opt("", "system message; none where empty")
-    template: str = opt("{question}", "the user's message, with {question} where the question stands")
-    suffix: str | None = opt(None, "appended to the question; what `extract` needs said where null")
-    form: Form = opt(Form.auto, "messages, one string, or `auto`: a string for the renderer `text`, else messages")
-
-    def __post_init__(self) -> None:
-        if "{question}" not in self.template:
-            raise ValueError(f"template is {self.template!r}, without {{question}}")
-
-
-@dataclass(frozen=True, kw_only=True)
 class ReasoningGymConfig:
     dataset: str = opt("", "name of the data set; or give `datasets`")
     options: dict[str, Any] = opt({}, "fields of the data set's own config, e.g. {min_words: 3}")
@@ -111,7 +86,9 @@ class ReasoningGymConfig:
     max_answer_chars: int = opt(10_000, "an extracted answer that is longer earns 0 unseen", unit="characters", low=1)
     threshold: float | None = opt(None, "verifier's score from which the reward is 1, else 0; as scored where null")
     format_reward: float = opt(0.0, "added where the answer was found in the first place of `extract`", low=0)
-    on_raise: OnRaise = opt(OnRaise.fail, "what an answer earns on which the verifier raises: a failed episode, or 0")
+    unjudged: Unjudged = opt(
+        Unjudged.fail, "what becomes of an answer on which the verifier raises, hangs or dies: a failed episode, or 0"
+    )
     deadline_s: float = opt(10.0, "deadline of one verdict, and of generating one item", unit="s", low=0.01)
     workers: int = opt(1, "processes that generate and judge", unit="processes", low=1)
     memory_mib: int = opt(4096, "address space of each of them; a verifier that wants more raises", unit="MiB", low=512)

@@ -7,18 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miles_core.errors import ConfigError, DataError, EngineError
-from miles_core.records import Message, Prompt, Score, Task
+from miles_core.records import Score, Task
 from miles_core.seeds import derive
+from miles_env_reasoning_gym import prompts
 from miles_env_reasoning_gym.config import (
     DatasetConfig,
     EvalStage,
-    Extract,
-    Form,
-    OnRaise,
-    PromptConfig,
     ReasoningGymConfig,
+    Unjudged,
 )
-from miles_env_reasoning_gym.extract import Found, find
+from miles_env_reasoning_gym.extract import ASKED, Found, demonstrated, find, shown
 from miles_env_reasoning_gym.workers import Pool, WorkerLostError
 
 if TYPE_CHECKING:
@@ -28,18 +26,9 @@ if TYPE_CHECKING:
 #: Draws until the split counts as exhausted, divided by the split's share: e^-40 for one that has questions enough.
 MISSES = 40
 DRAWS_DEADLINE_S = 600.0
-SHOWN = 300  # characters of an answer that `info` holds
 #: Data sets whose verifier pays for answers that are wrong, and how.
 UNSOUND = {
     "game_of_life_halting": "any text that is not empty earns 1",
-}
-_SAID = {
-    Extract.tag: "Give the final answer between <{tag}> and </{tag}>.",
-    Extract.boxed: "Put the final answer inside \\boxed{{}}.",
-    Extract.last_number: "",
-    Extract.last_line: "Write the final answer alone on the last line.",
-    Extract.first_line: "Write the final answer alone on the first line.",
-    Extract.whole: "",
 }
 
 
@@ -163,7 +152,7 @@ class ReasoningGym:
         self.config, self.name, self.seed, self.policy = config, name, seed, policy
         self.complaint = ""  # what the last draws that found nothing met
         self._asked = asked
-        self._plain = plain if config.prompt.form is Form.auto else config.prompt.form is Form.text
+        self._plain = plain
         self._entries = [Entry(key, entry) for key, entry in config.entries().items()]
         total, running = sum(e.config.weight for e in self._entries), 0.0
         self._ends = [(running := running + e.config.weight) / total for e in self._entries]
@@ -230,31 +219,17 @@ class ReasoningGym:
 
     def task(self, found: dict[str, Any], entry: Entry, stage: int, id: str) -> Task:
         answer = found["answer"]
-        shown: tuple[Prompt, ...] = ()
-        if answer is not None:
-            wrapped = f"<{self.config.tag}>{answer}</{self.config.tag}>"
-            shown = (wrapped if self.config.extract[0] is Extract.tag else answer,)
+        place, tag = self.config.extract[0], self.config.tag
+        said = ASKED[place].format(tag=tag)
         return Task(
             id=id,
-            prompt=self._prompt(found["question"]),
+            prompt=prompts.make(self.config.prompt, found["question"], said, plain=self._plain),
             answer=answer,
-            demonstrations=shown,
+            demonstrations=() if answer is None else (demonstrated(answer, place, tag),),
             metadata={
                 **{"dataset": entry.key, "stage": stage, "index": found["index"], "digest": found["digest"]},
             },
         )
-
-    def _prompt(self, question: str) -> Prompt:
-        prompt: PromptConfig = self.config.prompt
-        suffix = prompt.suffix
-        if suffix is None:
-            said = _SAID[self.config.extract[0]].format(tag=self.config.tag)
-            suffix = f"\n{said}" if said else ""
-        text = prompt.template.replace("{question}", question + suffix)
-        if self._plain:
-            return f"{prompt.system}\n\n{text}" if prompt.system else text
-        system = (Message(role="system", content=prompt.system),) if prompt.system else ()
-        return (*system, Message(role="user", content=text))
 
     # --- verdicts ----------------------------------------------------------------------------------------------------
 
@@ -272,12 +247,10 @@ class ReasoningGym:
         if entry is None:
             raise VerifierError(f"the data set {task.metadata.get('dataset')!r} of the task is not configured here")
         told = await self._verdict(entry, task, found.answer)
-        if "broken" in told:
-            raise VerifierError(f"the verifier of {entry.name} {told['broken']}")
-        if "raised" in told:
-            if config.on_raise is OnRaise.fail:
-                raise VerifierError(f"the verifier of {entry.name} raised {told['raised']}")
-            return self._scored(0.0, found, "wrong", f"the verifier raised {told['raised']}", context)
+        if "score" not in told:
+            if config.unjudged is Unjudged.fail:
+                raise VerifierError(f"the verifier of {entry.name} {told['unjudged']}")
+            return self._scored(0.0, found, "unjudged", f"the verifier {told['unjudged']}", context)
         score = told["score"]
         if not 0.0 <= score <= 1.0:
             raise VerifierError(f"the verifier of {entry.name} returned {score:g}, outside its stated range of 0 to 1")
@@ -293,7 +266,9 @@ class ReasoningGym:
         try:
             told = await self._pool.ask_async(request, self.config.deadline_s)
         except WorkerLostError as lost:
-            raise VerifierError(f"the verifier of {entry.name} {lost}") from lost
+            return {"unjudged": str(lost)}
+        if "raised" in told:
+            return {"unjudged": f"raised {told['raised']}"}
         if "differs" in told:
             raise EngineError(
                 f"the item of task {task.id} cannot be made again: {told['differs']}",
@@ -310,17 +285,8 @@ class ReasoningGym:
             components["score"] = score
         if config.format_reward:
             components["format"] = config.format_reward if found.place == 0 else 0.0
-        info = {"extracted": _shown(found.answer), "verdict": verdict, "why": why}
-        if found.answer is None:
-            info.pop("extracted")
-            if context.finish == "length":
-                info["why"] += "; the answer was cut off at max_new_tokens"
+        info = {} if found.answer is None else {"extracted": shown(found.answer)}
+        info |= {"verdict": verdict, "why": why}
+        if found.answer is None and context.finish == "length":
+            info["why"] += "; the answer was cut off at max_new_tokens"
         return Score(reward=earned + components.get("format", 0.0), components=components, info=info)
-
-
-def _shown(answer: str | None) -> str:
-    """An answer in one short line."""
-    text = " ".join((answer or "")[: 4 * SHOWN].split()) if answer else ""
-    if len(text) > SHOWN or len(answer or "") > 4 * SHOWN:
-        return f"{text[:SHOWN]} … ({len(answer or ''):,} characters)"
-    return text

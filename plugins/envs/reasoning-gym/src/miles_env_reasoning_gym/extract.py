@@ -1,14 +1,35 @@
-"""Finds the answer in what the model wrote, and says where it stood or why there is none. Linear in the text."""
+"""Finds the answer in what the model wrote, and says where it stood or why there is none. Linear in the text.
+
+`miles-env-reasoning-gym` and `miles-env-math` hold the same copy of this file (see `sandbox.py`).
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
-from miles_env_reasoning_gym.config import Extract
 
-# A number is at most this long, so that a megabyte of digits is not copied about.
+class Extract(StrEnum):
+    tag = "tag"
+    boxed = "boxed"
+    last_number = "last_number"
+    last_line = "last_line"
+    first_line = "first_line"
+    whole = "whole"
+
+
+#: What a prompt must say for the answer to stand there.
+ASKED = {
+    Extract.tag: "Give the final answer between <{tag}> and </{tag}>.",
+    Extract.boxed: "Put the final answer inside \\boxed{{}}.",
+    Extract.last_number: "",
+    Extract.last_line: "Write the final answer alone on the last line.",
+    Extract.first_line: "Write the final answer alone on the first line.",
+    Extract.whole: "",
+}
+SHOWN = 300  # characters of an answer that `info` holds
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _TAIL = 20_000  # `last_number` looks this far back
 
@@ -85,3 +106,14 @@ _PLACES: dict[Extract, Callable[[str], tuple[str | None, str]]] = {
     Extract.first_line: _line(0, "first"),
     Extract.whole: _whole,
 }
+
+
+def demonstrated(answer: str, place: Extract, tag: str) -> str:
+    """`answer` as a reference would write it at `place`."""
+    return {Extract.tag: f"<{tag}>{answer}</{tag}>", Extract.boxed: f"\\boxed{{{answer}}}"}.get(place, answer)
+
+
+def shown(answer: str) -> str:
+    """An answer in one short line."""
+    text = " ".join(answer[: 4 * SHOWN].split())
+    return text if len(answer) <= SHOWN else f"{text[:SHOWN]} … ({len(answer):,} characters)"

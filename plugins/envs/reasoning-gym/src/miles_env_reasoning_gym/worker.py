@@ -195,8 +195,8 @@ class Worker:
         try:
             number = float(value)
         except (TypeError, ValueError):
-            return {"broken": f"returned {value!r:.80}, which is not a number"}
-        return {"score": number} if math.isfinite(number) else {"broken": f"returned {number}"}
+            return {"unjudged": f"returned {value!r:.80}, which is not a number"}
+        return {"score": number} if math.isfinite(number) else {"unjudged": f"returned {number}"}
 
 
 def register(modules: list[str], folders: list[str]) -> None:

@@ -18,14 +18,23 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
 
-def test_the_plugin_of_the_how_to_installs_conforms_and_runs(tmp_path, toy_text):
-    page = "docs/how-to/write-an-advantage.md"
-    package = tmp_path / "acme-miles-median"
-    (package / "acme_miles_median").mkdir(parents=True)
+#: page, name of the part, what `miles conformance` calls it, lines that its module may have, command line of a run
+PACKAGES = [
+    ("write-an-advantage", "median", "stage:median", None, ["algorithm.advantage={use: median}"]),
+    ("write-a-loss", "mirror", "term:mirror", 40, ["algorithm.loss={use: mirror}", "schedule.updates_per_step=2"]),
+]
+
+
+@pytest.mark.parametrize(("page", "name", "part", "lines", "overrides"), PACKAGES, ids=[p[0] for p in PACKAGES])
+def test_the_plugin_of_the_how_to_installs_conforms_and_runs(tmp_path, toy_text, page, name, part, lines, overrides):
+    page = f"docs/how-to/{page}.md"
+    package = tmp_path / f"acme-miles-{name}"
+    (package / f"acme_miles_{name}").mkdir(parents=True)
     (package / "pyproject.toml").write_text(blocks(page, "toml")[0])
-    (package / "acme_miles_median/__init__.py").write_text(blocks(page, "python")[0])
-    tests = tmp_path / "test_median.py"
-    tests.write_text(blocks(page, "python")[1])
+    module, tests = blocks(page, "python")[:2]
+    assert lines is None or len(module.splitlines()) <= lines
+    (package / f"acme_miles_{name}/__init__.py").write_text(module)
+    (tmp_path / "test_it.py").write_text(tests)
     site = tmp_path / "site"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])}
 
@@ -38,10 +47,10 @@ def test_the_plugin_of_the_how_to_installs_conforms_and_runs(tmp_path, toy_text)
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-build-isolation", "--no-deps", "--target", site]
     call(*pip, package)
     miles = Path(sys.executable).with_name("miles")
-    call(miles, "conformance", "stage:median")
+    call(miles, "conformance", part)
     (tmp_path / "toy.yaml").write_text(toy_text)
-    call(miles, "run", "toy.yaml", "run.steps=3", "algorithm.advantage={use: median}")
-    call(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", tests)
+    call(miles, "run", "toy.yaml", "run.steps=3", *overrides)
+    call(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", tmp_path / "test_it.py")
 
 
 def test_the_documented_policies_bind(tmp_path):

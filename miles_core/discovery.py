@@ -54,6 +54,10 @@ OURS = {
     "miles-algo-correction": ("stage:tis", "stage:icepop", "stage:mis", "stage:bypass", "term:opsm"),
     "miles-algo-opd": ("algorithm:opd", "algorithm:opd_topk", "stage:opd", "term:topk_kl", "scorer:http-teacher"),
     "miles-algo-lora": ("extension:lora",),
+    "miles-algo-rewards": (
+        *("stage:compose", "stage:rank", "stage:duplicates"),
+        *("scorer:format", "scorer:group-reward", "scorer:http-reward", "scorer:reward-model"),
+    ),
     "miles-algo-ppo": ("algorithm:ppo", "stage:gae", "term:value"),
     "miles-algo-dpo": ("algorithm:dpo", "term:dpo"),
     "miles-algo-sft": ("algorithm:sft", "term:sft"),

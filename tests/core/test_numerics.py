@@ -213,6 +213,25 @@ def test_whitening():
     np.testing.assert_allclose(host.whiten(big, np.ones(3, bool))[2], 1.0, rtol=1e-7)
 
 
+def test_batch_advantages():
+    got = host.batch_advantages(np.array([1.0, np.nan, 0, 0, 0]), eps=0)
+    np.testing.assert_array_equal(got, [1.5, np.nan, -0.5, -0.5, -0.5])
+    assert host.batch_advantages(np.array([5.0])).tolist() == [0.0]
+
+
+def test_token_rewards_and_their_sums_to_the_right():
+    masks = [[0, 1, 1, 0], [1, 0, 1], [0]]  # two siblings of one episode, and an episode where nothing is trained
+    batch = batch_of([[[4, 3]], [[1]]], masks, reward=np.array([2.0, 7.0]))
+    penalty = np.array([np.nan, 0.25, 0.5, np.nan, 1.0, np.nan, 0.125, np.nan])
+    rewards = host.token_rewards(batch, penalty)
+    assert rewards.tolist() == [0, -0.25, 1.5, 0, -1, 0, 1.875, 0]
+    mask, row = batch.columns["trainable"], batch.trajectory_of_unit
+    assert host.token_rewards(batch)[mask].tolist() == [0, 2, 0, 2]
+    assert host.discounted_sums(rewards, mask, row, 1.0).tolist() == [0, 1.25, 1.5, 0, 0.875, 0, 1.875, 0]
+    assert host.discounted_sums(rewards, mask, row, 0.5).tolist() == [0, 0.5, 1.5, 0, -0.0625, 0, 1.875, 0]
+    assert not host.discounted_sums(rewards, np.zeros(8, bool), row, 0.5).any()
+
+
 # --- KL, ratios, mismatch -------------------------------------------------------------------------------------------
 
 

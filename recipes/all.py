@@ -124,6 +124,20 @@ def curves(run: Path, metrics: Mapping[str, Any]) -> Curves:
     return found
 
 
+def stored() -> dict[str, dict[str, Curves]]:
+    """What was measured so far: recipe -> seed -> curves."""
+    file = ASSETS / "results.json"
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def store(name: str, seed: int, found: Curves) -> None:
+    """Add one seed to the file, one recipe a line."""
+    results = stored()
+    results.setdefault(name, {})[str(seed)] = found
+    lines = [f"{json.dumps(key)}: {json.dumps(results[key], sort_keys=True)}" for key in sorted(results)]
+    (ASSETS / "results.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
 # --- judging and showing --------------------------------------------------------------------------------------------
 
 
@@ -199,8 +213,6 @@ def main() -> None:
         sys.exit(f"no recipe {unknown[0]!r}; recipes: {', '.join(known)}")
     ASSETS.mkdir(parents=True, exist_ok=True)
     options.runs.mkdir(parents=True, exist_ok=True)
-    stored = ASSETS / "results.json"
-    results = json.loads(stored.read_text()) if stored.exists() else {}
     bad = []
     for name in [] if options.draw else (options.only or known):
         recipe = known[name]
@@ -212,16 +224,15 @@ def main() -> None:
                 print(bad[-1], flush=True)
                 continue
             found = curves(run_dir(options.runs, recipe.chain[-1].file, seed), recipe.checks)
-            results.setdefault(name, {})[str(seed)] = found
-            stored.write_text(json.dumps(results, indent=None, separators=(",", ":"), sort_keys=True) + "\n")
+            store(name, seed, found)
             wrong = missed(recipe, found) + ([f"cost {cost:.0f} CPU s"] if cost > COST_CPU_S else [])
             shown = ", ".join(
                 f"{m} {a:.3f} -> {b:.3f}" for m, c in recipe.checks.items() for a, b in [ends(found[m], c)]
             )
             print(f"{name}, seed {seed}: {shown} in {cost:.0f} CPU s {'MISSED' if wrong else 'ok'}", flush=True)
             bad += [f"{name}, seed {seed}: {what}" for what in wrong]
-    PAGE.write_text(page(known, results))
-    draw(known, results)
+    PAGE.write_text(page(known, stored()))
+    draw(known, stored())
     if bad:
         sys.exit("\n".join(bad))
 

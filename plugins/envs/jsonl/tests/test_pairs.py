@@ -83,6 +83,17 @@ def test_supervised_training_shows_the_chosen_answer(tmp_path):
     assert first(tmp_path, own, needs).demonstrations == ("d",)
 
 
+def test_evaluation_needs_no_pairs(tmp_path):
+    (tmp_path / "held.jsonl").write_text(json.dumps({"prompt": "q", "answer": "1"}) + "\n")
+    (tmp_path / "tasks.jsonl").write_text(json.dumps({"prompt": "p", "chosen": "a", "rejected": "b"}) + "\n")
+    config = JsonlConfig(path="tasks.jsonl", eval_path="held.jsonl")
+    made = JsonlEnvironment(config, name="mine", seed=7, policy="main", folders=(tmp_path,), function=None, needs=PAIRS)
+    assert made.tasks("eval").task(0).demonstrations == ("1",) and made.tasks("train").task(0).demonstrations == (
+        "a",
+        "b",
+    )
+
+
 def test_other_algorithms_find_them_in_the_metadata(tmp_path):
     task = first(tmp_path, {"prompt": "p", "answer": "1", "chosen": "a", "rejected": "b"}, Needs(answer=True))
     assert task.metadata == {"chosen": "a", "rejected": "b"} and task.demonstrations == ("1",)

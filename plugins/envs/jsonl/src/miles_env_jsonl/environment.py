@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,10 +108,11 @@ class JsonlEnvironment:
 
     def _open(self) -> dict[str, FileTasks]:
         config = self._config
-        train, rows = self._reader(config.path)
+        train, rows = self._reader(config.path, self._needs)
         sources = {}
         if config.eval_path is not None:
-            held, held_rows = self._reader(config.eval_path)
+            # Evaluation compares with an answer, or shows one: it needs no pairs.
+            held, held_rows = self._reader(config.eval_path, replace(self._needs, pair=False))
             drop = config.on_overlap == OnOverlap.drop
             rows = without_overlap(train, rows, held, held_rows, drop=drop, name=self._name)
             sources["eval"] = self._source(held, held_rows, "eval", config.eval_path)
@@ -125,10 +127,10 @@ class JsonlEnvironment:
         parsed_or_data_error(train, sources["train"].row(0), self._name)
         return sources
 
-    def _reader(self, path: str) -> tuple[Reader, Array]:
+    def _reader(self, path: str, needs: Needs) -> tuple[Reader, Array]:
         name, cut = split_slice(path)
         rows = open_rows(find(name, self._folders))
-        return Reader(rows, self._config, self._needs), np.arange(len(rows), dtype=np.int64)[cut]
+        return Reader(rows, self._config, needs), np.arange(len(rows), dtype=np.int64)[cut]
 
     def _source(self, reader: Reader, rows: Array, split: str, path: str) -> FileTasks:
         if not len(rows):

@@ -115,9 +115,19 @@ def _on_config(draft: Tree, name: str, catalogue: Catalogue) -> Mapping[str, Any
     unready: Any = None
     context = BuildContext(place=Place.CONTROLLER, name=name, run=unready)
     extension = catalogue.load("extension", part.use).provider.build(part.options, context)
-    changes = extension.on_config(unwrap(draft)) if hasattr(extension, "on_config") else {}
+    plain = unwrap(draft)
+    changes = extension.on_config(plain) if hasattr(extension, "on_config") else {}
     if not isinstance(changes, Mapping):
         raise PluginContractError(
             f"on_config of extension {name!r} returned a {type(changes).__name__}", fix="return a mapping of changes"
         )
-    return changes
+    return _differing(changes, plain)
+
+
+def _differing(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
+    """What `new` says otherwise than `old`: all else keeps the origin that it has."""
+    other = {key: value for key, value in new.items() if key not in old or value != old[key]}
+    return {
+        key: _differing(value, old[key]) if isinstance(value, Mapping) and isinstance(old.get(key), Mapping) else value
+        for key, value in other.items()
+    }

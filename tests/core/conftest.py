@@ -159,7 +159,8 @@ def miles_algorithm():
 class Faster:
     name, columns = "faster", ()
     def on_config(self, draft):
-        return {"schedule": {"groups_per_step": draft["schedule"]["groups_per_step"] * 2}, "sync": {"bucket_mib": 8}}
+        schedule = {**draft["schedule"], "groups_per_step": draft["schedule"]["groups_per_step"] * 2}
+        return {**draft, "schedule": schedule, "sync": {**draft["sync"], "bucket_mib": 8}}  # only changes count
 
 @hookimpl
 def miles_extension():

@@ -247,6 +247,8 @@ def test_an_extension_may_change_the_draft_and_the_command_line_stays_above_it(c
     run = compose(BASE, "extensions.faster={}", "sync.bucket_mib=32")
     assert run.policies["main"].schedule.groups_per_step == 32
     assert run.origins["schedule.groups_per_step"] == "extension faster"
+    assert run.origins["schedule.group_size"] != "extension faster"
+    assert run.origins["env.use"] == "file"
     assert run.sync.options.bucket_mib == 32 and run.origins["sync.bucket_mib"] == "command line"
 
 

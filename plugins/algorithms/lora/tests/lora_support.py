@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
-
-from miles_algo_lora.config import LoraConfig
-from miles_algo_lora.trainer import LoraTrainer
 from miles_backend_fsdp.backend import FsdpBackend
 from miles_backend_fsdp.causal_lm import CausalLM
 from miles_backend_fsdp.config import CausalLMConfig, FsdpConfig
+
+from miles_algo_lora.config import LoraConfig
+from miles_algo_lora.trainer import LoraTrainer
 from miles_core.columns import CORE_COLUMNS, Batch, ColumnSpec, Level, collate
 from miles_core.config.schema import OptimizerConfig, RoleConfig, RoleUpdate
 from miles_core.contracts.backend import RoleSpec

@@ -52,14 +52,25 @@ class LoraTrainer:
         self._layers: dict[str, frozenset[str]] = {}  # policy -> the adapted layers' names in the actor's module
         self._trained: dict[str, frozenset[str]] = {}  # policy -> parameters of the actor that are trained whole
         self._guards: dict[str, Guard] = {}
-        self._check_names()
+        self._check_policies()
 
-    def _check_names(self) -> None:
+    def _check_policies(self) -> None:
         known = list(self._policies)
         if known and (odd := [name for name in self._config.policies if name not in known]):
             raise CombinationError(
                 f"extensions.{self.name}.policies names {odd[0]!r}; the run has {', '.join(known)}",
                 fix="name policies of the run, or leave it empty for all",
+            )
+        if self._config.export is not Export.adapter:
+            return
+        sources = {n: p.model.core.source for n, p in self._policies.items() if n in (self._config.policies or known)}
+        drawn = [name for name, source in sources.items() if source is None]
+        if drawn or len(set(sources.values())) > 1:
+            told = ", ".join(f"{name}: {source or 'drawn at random'}" for name, source in sources.items())
+            raise CombinationError(
+                f"extensions.{self.name}.export is 'adapter', and engines read one base from one folder; models are "
+                f"{told}",
+                fix="give every policy the same model.source, or set extensions.lora.export: merged",
             )
 
     # --- the model ---------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ def blocks(page: str, language: str) -> list[str]:
 PACKAGES = [
     ("write-an-advantage", "median", "stage:median", None, ["algorithm.advantage={use: median}"]),
     ("write-a-loss", "mirror", "term:mirror", 40, ["algorithm.loss={use: mirror}", "schedule.updates_per_step=2"]),
+    ("write-a-correction", "soft", "stage:soft", 25, ["algorithm.corrections={soft: {}}", "schedule.max_staleness=1"]),
 ]
 
 

@@ -18,9 +18,12 @@ WIDEST = 100  # characters of a detail in the table; `--out` has all of it
 def conformance(
     plugin: Annotated[str, typer.Argument(help="KIND:NAME, e.g. sync:bucketed or term:clip")],
     options: Annotated[list[str] | None, typer.Argument(help="key=value: options of the plugin")] = None,
-    out: Annotated[Path | None, typer.Option(help="also write the results as JSON")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "--json", help="also write the results as JSON here")] = None,
 ) -> None:
-    """Run the conformance suite of the plugin's kind; exit code 1 where a check fails."""
+    """Run the conformance suite of the plugin's kind; exit code 1 where a check fails.
+
+    The result is kept as conformance.json in the user's cache, and `miles plugins` shows it.
+    """
     from miles_core import API_VERSIONS
     from miles_core.config.reading import read_overrides
     from miles_core.discovery import close, scan
@@ -45,9 +48,9 @@ def conformance(
     rows = [(r.name, "ok" if r.passed else "FAILED", _line(r.detail)) for r in results]
     print(table(("check", "result", "detail"), rows))
     print(f"\n{plugin}: {len(results) - len(failed)} passed, {len(failed)} failed")
-    record(entry, catalogue, len(results) - len(failed), len(failed))
+    checks = [{"check": r.name, "passed": r.passed, "detail": r.detail, "seconds": r.seconds} for r in results]
+    record(entry, catalogue, len(results) - len(failed), len(failed), checks)
     if out is not None:
-        checks = [{"check": r.name, "passed": r.passed, "detail": r.detail, "seconds": r.seconds} for r in results]
         head = {"v": 1, "plugin": plugin, "distribution": entry.distribution, "version": entry.version}
         out.write_text(json.dumps({**head, "checks": checks}, indent=1) + "\n")
     if failed:

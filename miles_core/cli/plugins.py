@@ -16,7 +16,7 @@ def plugins(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object a line")] = False,
 ) -> None:
     """List installed plugins: kind, name, distribution, version, API, state, last conformance result, summary."""
-    from miles_core.cli.results import last, recorded
+    from miles_core.cli.results import found, recorded
     from miles_core.cli.table import table
     from miles_core.discovery import scan
 
@@ -30,17 +30,18 @@ def plugins(
         for finding in probe_all(list(fitting.values())):
             if finding.name in fitting and not states[fitting[finding.name]].startswith("broken"):
                 states[fitting[finding.name]] = "loads" if finding.ok else f"broken: {finding.finding}"
+    results = {e: found(e, catalogue, known) for e in entries}
     rows = [
         {
             **{"kind": e.kind, "name": e.name, "distribution": e.distribution, "version": e.version},
-            **{"api": f"v{e.major}", "state": states[e], "conformance": last(e, catalogue, known)},
+            **{"api": f"v{e.major}", "state": states[e], "conformance": results[e][0]},
             "summary": e.summary,
         }
         for e in entries
     ]
     if as_json:
-        for row in rows:
-            print(json.dumps(row))
+        for e, row in zip(entries, rows, strict=True):
+            print(json.dumps({**row, "results": results[e][1]}))
     elif rows:
         print(table(list(rows[0]), [list(row.values()) for row in rows]))
     else:

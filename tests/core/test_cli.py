@@ -129,6 +129,10 @@ def test_conformance_results_belong_to_a_version_and_its_files(miles):
     assert results.last(entry, catalogue, results.recorded()) == "12 passed"
     results.record(catalogue.find("sync", "p2p"), catalogue, 11, 1)
     assert "11 passed, 1 failed" in miles("plugins")[1]
+    rows = [json.loads(line) for line in miles("plugins", "--json")[1].splitlines()]
+    kept = {row["name"]: json.loads(Path(row["results"]).read_text()) for row in rows if row["results"]}
+    assert set(kept) == {"bucketed", "p2p"} and kept["p2p"]["plugins"]["sync:p2p"]["failed"] == 1
+    assert (kept["p2p"]["v"], kept["p2p"]["distribution"]) == (1, entry.distribution)
     assert results.last(entry, catalogue, results.recorded()) == "12 passed"
     module = Path(miles.plugins.folder / f"{miles.plugins.modules[0]}.py")
     module.write_text(module.read_text() + "\n# changed\n")
@@ -166,7 +170,7 @@ def test_config_show_explains_the_objective_with_every_constant(miles):
         "    algorithm.kl.coef = 0.1  # command line",
         "  entropy: entropy (term of acme-parts 2.0, off: its coefficient is 0)",
         "  agg: mean over the episodes of one optimizer update of each one's token mean",
-        "    algorithm.aggregation = \"episode_mean\"  # preset grpo",
+        '    algorithm.aggregation = "episode_mean"  # preset grpo',
         "  role actor: from model.source, trained",
     ):
         assert line in lines

@@ -29,7 +29,7 @@ def test_every_plugin_of_the_repository_passes(command, tmp_path, monkeypatch, p
     passed = int(re.fullmatch(rf"{plugin}: (\d+) passed, 0 failed", summary)[1])
     written = json.loads(Path("results.json").read_text())
     assert written["plugin"] == plugin and len(written["checks"]) == passed >= 4
-    kind, name = plugin.split(":")
+    kind, name = plugin.split(":", 1)
     rows = [line.split() for line in command("plugins", "--kind", kind).out.splitlines()]
     assert [f"{passed} passed" in " ".join(row) for row in rows if row[1:2] == [name]] == [True]
 

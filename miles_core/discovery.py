@@ -63,6 +63,7 @@ OURS = {
     "miles-algo-sft": ("algorithm:sft", "term:sft"),
     "miles-env-arithmetic": ("env:arithmetic",),
     "miles-env-jsonl": ("env:jsonl",),
+    "miles-env-math": ("env:math",),
     "miles-env-reasoning-gym": ("env:reasoning-gym",),
     "miles-model-gguf": ("model:.gguf", "model:gguf:"),
 }

@@ -1,0 +1,1 @@
+"""Miles environment `math`: problems from a file, answers checked by math-verify."""

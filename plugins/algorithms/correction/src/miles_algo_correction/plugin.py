@@ -10,39 +10,53 @@ from miles_core import hookimpl
 from miles_core.provider import BuildContext, Provider
 
 BEHAVIOUR = "behaviour_logprobs"
-LEVELS = """\
-w = exp(π_p − π_b), detached, the argument clamped to ±20; level sequence: exp(Σ m log w) of the trajectory; geometric:
-exp(Σ m log w / max(Σ m, 1)); m is the trainable mask before any rejection."""
+W = (
+    "w = exp(π_p − π_b), detached, the argument clamped to ±20; level sequence: exp(Σ m log w) of the trajectory, "
+    "geometric: exp(Σ m log w / max(Σ m, 1)); m is the trainable mask before any rejection."
+)
+
+
+def _lines(*lines: str) -> str:
+    return "\n".join(lines)
+
 
 EXPLAIN = {
-    "tis": f"""\
-weight = clamp(w, 0, high) on the policy term
-{LEVELS}
-Paper: Ionides 2008 (truncated importance sampling); between engine and trainer: Yao et al. 2025, "Your efficient RL
-framework secretly brings you off-policy RL training".
-Deviations: published at token level; the other levels are ours.""",
-    "icepop": f"""\
-weight = w where low ≤ w ≤ high (inclusive), else 0, on the policy term; m, KL and entropy keep the token
-{LEVELS}
-Paper: Ring-1T, arXiv 2510.18855.
-Deviations: published at token level; the other levels are ours.""",
-    "mis": f"""\
-truncate: clamp(w, 0, high); clip: clamp(w, low, high); mask: w, and what lies outside [low, high] is rejected
-reject: what lies outside its own [low, high] at its own level is rejected; veto: any token with w < τ rejects the
-trajectory; normalize batch: divided by Σ m w / Σ m over the step, after this rule's own rejection (level sequence: by
-the mean over trajectories)
-{LEVELS}
-Paper: Liu et al. 2025, "When speed kills stability: demystifying RL collapse from the training-inference mismatch".
-Deviations: rejected tokens leave the numerators, and denominators keep them unless algorithm.reject_denominator is
-kept; the mean weight is that of the whole step, never of a micro-batch.""",
-    "bypass": """\
-π_p := π_b: the ratio of the policy term is exp(π − π_b) and carries the whole off-policyness; no other correction
-With one update a step nothing is scored beforehand.
-Deviations: none.""",
-    "opsm": """\
-weight = 0 where A < 0 and Σ m(base − π)/max(Σ m, 1) > δ over the trajectory, else 1; π detached, base π_b or π_p
-Paper: off-policy sequence masking, DeepSeek-V3.2, arXiv 2512.02556.
-Deviations: none.""",
+    "tis": _lines(
+        "weight = clamp(w, 0, high) on the policy term",
+        W,
+        'Paper: Ionides 2008, truncated importance sampling; between engine and trainer: Yao et al. 2025, "Your '
+        'efficient RL framework secretly brings you off-policy RL training".',
+        "Deviations: published at token level; the other levels are ours.",
+    ),
+    "icepop": _lines(
+        "weight = w where low ≤ w ≤ high, else 0, on the policy term; m, KL and entropy keep the token",
+        W,
+        "Paper: Ring-1T, arXiv 2510.18855.",
+        "Deviations: published at token level; the other levels are ours.",
+    ),
+    "mis": _lines(
+        "truncate: clamp(w, 0, high); clip: clamp(w, low, high); mask: w, and what is outside [low, high] is rejected",
+        "reject: what lies outside its own [low, high] at its own level is rejected; veto: any token with w < τ "
+        "rejects the trajectory",
+        "normalize batch: divided by Σ m w / Σ m over the step, after this rule's own rejection; at level sequence "
+        "by the mean over trajectories",
+        W,
+        'Paper: Liu et al. 2025, "When speed kills stability: demystifying RL collapse from the training-inference '
+        'mismatch".',
+        "Deviations: rejected tokens leave the numerators, and denominators keep them unless "
+        "algorithm.reject_denominator is kept; the mean weight is that of the whole step, never of a micro-batch.",
+    ),
+    "bypass": _lines(
+        "π_p := π_b: the ratio of the policy term is exp(π − π_b) and carries the whole off-policyness",
+        "With one update a step nothing is scored beforehand; mismatch is measured against the trainer all the same.",
+        "Deviations: none; there is no paper.",
+    ),
+    "opsm": _lines(
+        "weight = 0 where A < 0 and Σ m(base − π)/max(Σ m, 1) > δ over the trajectory, else 1; π detached, "
+        "base π_b or π_p",
+        "Paper: off-policy sequence masking, DeepSeek-V3.2, arXiv 2512.02556.",
+        "Deviations: none.",
+    ),
 }
 
 

@@ -67,6 +67,15 @@ def test_the_documented_run_file_is_the_recipe(tmp_path, page):
     assert shown.policies == recipe.policies and shown.engines == recipe.engines and shown.eval == recipe.eval
 
 
+def test_the_documented_reward_is_composed(tmp_path, monkeypatch, toy_text, toy):
+    page = "docs/how-to/compose-a-reward.md"
+    (tmp_path / "judge.py").write_text(blocks(page, "python")[0])
+    shown = blocks(page, "yaml")[0].replace("use: grpo", "use: toy")
+    ran = toy("run.steps=3", text=toy_text.replace("algorithm: {use: toy}\n", shown))
+    for name in re.findall(r"`(rollout/reward\S*|train/\S+)`", (ROOT / page).read_text()):
+        assert len(ran.curve(name)) == 3, name
+
+
 def test_documented_install_lines_exist():
     for line in re.findall(r"-e (plugins/\S+)", (ROOT / "docs/tutorials/own-data.md").read_text()):
         assert tomllib.loads((ROOT / line / "pyproject.toml").read_text())["project"]["name"] == "miles-env-jsonl"

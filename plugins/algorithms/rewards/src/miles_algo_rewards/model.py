@@ -24,6 +24,7 @@ class ModelRater:
     def __init__(self, config: RewardModelConfig, folders: Sequence[Path]) -> None:
         import torch
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
+        from transformers.utils import logging
 
         self._torch = torch
         self._config = config
@@ -35,9 +36,14 @@ class ModelRater:
                 fix="name a folder of a transformers sequence classifier with its tokenizer",
             )
         self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        model, told = AutoModelForSequenceClassification.from_pretrained(
-            folder, local_files_only=True, use_safetensors=True, output_loading_info=True
-        )
+        words: Any = logging
+        words.disable_progress_bar()  # the terminal is the run's
+        try:
+            model, told = AutoModelForSequenceClassification.from_pretrained(
+                folder, local_files_only=True, use_safetensors=True, output_loading_info=True
+            )
+        finally:
+            words.enable_progress_bar()
         if told["missing_keys"]:
             raise ConfigError(
                 f"the reward model {folder} lacks {', '.join(sorted(told['missing_keys'])[:3])}: it would be a guess",

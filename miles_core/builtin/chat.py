@@ -28,6 +28,7 @@ from miles_core.records import Message, Prompt
 
 #: Content of stand-in turns. Letters and digits only, so that no template trims, splits or escapes it.
 STAND_IN = "MilesStandIn7f3a"
+_ASKED = Message(role="user", content="x")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +71,8 @@ class ChatRenderer:
         self.stop_ids = tuple(dict.fromkeys((*self._end, *tokenizer.eos_ids)))
         self._unread = {*self.stop_ids, tokenizer.pad_id}
 
+        self._opening, self._begun = self._openings()
+
     def prompt(self, prompt: Prompt) -> list[int]:
         """Ids of the conversation and the opening of the assistant's turn. A string is the user's message."""
         if isinstance(prompt, str):
@@ -93,7 +96,11 @@ class ChatRenderer:
 
     def demonstration(self, prompt: Prompt, answer: Prompt) -> tuple[list[int], list[bool]]:
         """As sampling would have it: the prompt, then the assistant's turns with their end token (marked), and between
-        them what the template puts there."""
+        them what the template puts there.
+
+        Where the template begins the answer itself (an open `<think>`), a turn goes on from there as the template
+        prints it. Raises `TemplateError` for a turn that cannot.
+        """
         ids = self.prompt(prompt)
         mask = [False] * len(ids)
         turns = [Message(role="assistant", content=answer)] if isinstance(answer, str) else list(answer)
@@ -103,11 +110,41 @@ class ChatRenderer:
                 between = self.extend(ids, turns[:said])
                 ids += between
                 mask += [False] * len(between)
-            part = self.tokenizer.encode(turns[said].content) + self._end
+            part = self.tokenizer.encode(self._written(turns[said].content)) + self._end
             ids += part
             mask += [True] * len(part)
             turns = turns[said + 1 :]
         return ids, mask
+
+    def _written(self, content: str) -> str:
+        """What is sampled behind the opening of a turn whose content this is: the content itself, unless the template
+        has begun the answer."""
+        if not self._begun:
+            return content
+        printed = self._text((_ASKED, Message(role="assistant", content=content)), opens=False)
+        if printed.startswith(self._opening):
+            return printed.removeprefix(self._opening).removesuffix(self._behind_answer((), opens=False))
+        if content.startswith(self._begun):
+            return content.removeprefix(self._begun)
+        raise TemplateError(
+            f"the chat template begins every answer with {self._begun!r}; a demonstration does not go on from there: "
+            f"{content[:60]!r}",
+            fix="begin it alike, or choose another beginning: renderer.arguments, e.g. {enable_thinking: false}",
+        )
+
+    def _openings(self) -> tuple[str, str]:
+        """The text that opens an answer, and the part of it that belongs to the answer: what is not printed before an
+        answer further back."""
+        asked = self._text((_ASKED,), opens=False)
+        opening = self._text((_ASKED,), opens=True)
+        told = (_ASKED, Message(role="assistant", content=STAND_IN), _ASKED)
+        try:
+            head, found, _ = self._text(told, opens=False).partition(STAND_IN)
+        except TemplateError:  # for one question only
+            return opening, ""
+        if not found or not head.startswith(asked) or not opening.startswith(head):
+            return opening, ""
+        return opening, opening.removeprefix(head)
 
     def text(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode([i for i in map(int, ids) if i not in self._unread])
@@ -122,7 +159,7 @@ class ChatRenderer:
     def _behind_answer(self, new: tuple[Message, ...], *, opens: bool) -> str:
         """The text that follows a stand-in answer when `new` follows it. The first stand-in is ours, whatever `new`
         says."""
-        told = (Message(role="user", content="x"), Message(role="assistant", content=STAND_IN), *new)
+        told = (_ASKED, Message(role="assistant", content=STAND_IN), *new)
         _, found, behind = self._text(told, opens=opens).partition(STAND_IN)
         if not found:
             raise TemplateError(

@@ -27,6 +27,7 @@ class LocalConfig:
     prefill_tokens: int = opt(
         4096, "most prompt tokens, padding included, computed between two decode steps", unit="tokens", low=1
     )
+    share_prefixes: bool = opt(True, "encode what prompts begin with in common once; never in constant shapes")
     batch_invariant: bool = opt(False, "constant shapes, so that a request's bits never depend on its neighbours")
     dtype: Dtype = opt(Dtype.float32, "number format of weights and KV cache, as the trainer publishes them")
     unverified: bool = opt(False, "run architectures that this engine was never tested with")

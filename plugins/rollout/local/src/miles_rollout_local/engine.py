@@ -61,6 +61,7 @@ def build(config: LocalConfig, context: BuildContext, offers: frozenset[str]) ->
             stop_ids=renderer.stop_ids,
             decode_text=lambda ids: renderer.tokenizer.decode(ids, skip_special=False),
             invariant=config.batch_invariant,
+            share_prefixes=config.share_prefixes,
         )
         return Lane(slots, LiveWeights(model), Adapters(model) if verified and not config.batch_invariant else None)
 

@@ -21,6 +21,8 @@ class FusedForward:
     """Runs a verified model. Keys and values lie head by head ([…, 2 * kv heads, tokens, head dim], keys first):
     attention reads each head's tokens in one run of memory."""
 
+    takes_past = True
+
     def __init__(self, model: Any, max_length: int, *, invariant: bool = False) -> None:
         settings = model.config
         self.body, self.head = model.model, model.lm_head
@@ -42,11 +44,18 @@ class FusedForward:
         self.cos = cos[0, :, None]  # [positions, 1, head_dim]
         self.sin = torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)[:, None]
 
-    def prefill(self, ids: torch.Tensor, lengths: torch.Tensor, which: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """`ids` int64 [b, t], padded on the right to t; `lengths` int64 [b]; `which` int64 [b]: each row's adapter.
+    def prefill(
+        self,
+        ids: torch.Tensor,
+        lengths: torch.Tensor,
+        which: Any = None,
+        past: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`ids` int64 [b, t], padded on the right to t; `lengths` int64 [b]; `which` int64 [b]: each row's adapter;
+        `past`: entries [layers, b, 2 * kv heads, P, head dim] of what stands before, padded on the right, and how many.
 
         Returns logits float32 [b, vocabulary] after each row's last token, and keys and values
-        [layers, b, 2 * kv heads, t, head dim]; entries beyond a row's length are meaningless.
+        [layers, b, 2 * kv heads, t, head dim] of `ids`; entries beyond a row's length are meaningless.
         """
         b, t = ids.shape
         shape = (len(self.layers), b, 2 * self.kv_heads, t, self.head_dim)
@@ -56,13 +65,20 @@ class FusedForward:
             heads = heads.view(b, t, -1, self.head_dim).transpose(1, 2)
             entries[index] = heads[:, self.heads :]
             q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], 1)
+            if past is not None:
+                k, v = torch.cat([past[0][index], heads[:, self.heads :]], 2).chunk(2, 1)
             # Padding stands on the right, so a causal mask already hides it from every real token.
             out = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=self.scaling, enable_gqa=self.heads != self.kv_heads
+                *(q, k, v, mask), is_causal=mask is None, scale=self.scaling, enable_gqa=self.heads != self.kv_heads
             )
             return out.transpose(1, 2).reshape(b * t, -1)
 
-        positions = torch.arange(t).repeat(b)
+        positions, mask = torch.arange(t).repeat(b), None
+        if past is not None:
+            positions = (torch.arange(t) + past[1][:, None]).view(-1)
+            before = torch.arange(past[0].shape[3]) < past[1][:, None]  # [b, P]
+            own = torch.ones(t, t, dtype=torch.bool).tril().expand(b, t, t)
+            mask = torch.cat([before[:, None].expand(b, t, -1), own], -1)[:, None]
         mix = None if which is None else self._mix(np.repeat(which, t))
         x = self._layers(ids.reshape(-1), positions, attend, mix)
         last = torch.arange(b) * t + lengths - 1

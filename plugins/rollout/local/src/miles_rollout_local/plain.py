@@ -70,14 +70,18 @@ class _Slots(_Recorder):
 class PlainForward:
     """Same interface as `FusedForward`, on any decoder that takes ready-made masks and positions."""
 
+    takes_past = False
+
     def __init__(self, model: Any) -> None:
         self.model = model
         self.adapters: Any = None
         takes = inspect.signature(inspect.unwrap(type(model).forward)).parameters
         self.keyword = "cache" if "cache" in takes else "past_key_values"
 
-    def prefill(self, ids: torch.Tensor, lengths: torch.Tensor, which: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `FusedForward.prefill`; there are no adapters here."""
+    def prefill(
+        self, ids: torch.Tensor, lengths: torch.Tensor, which: Any = None, past: Any = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `FusedForward.prefill`; there are neither adapters here nor a past."""
         b, t = ids.shape
         recorder = _Recorder()
         mask = torch.ones(t, t, dtype=torch.bool).tril().expand(b, 1, t, t)

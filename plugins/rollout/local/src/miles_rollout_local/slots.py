@@ -17,6 +17,7 @@ import torch
 from miles_core.contracts.engine import Completion, Request
 from miles_core.errors import EngineError
 from miles_core.records import Finish, Span, Version
+from miles_rollout_local.prefixes import Prefixes
 from miles_rollout_local.sampling import Kept, Knobs, sample, uniform
 
 Array = np.ndarray[Any, Any]
@@ -29,9 +30,10 @@ class Forward(Protocol):
     """What computes: `fused.FusedForward` or `plain.PlainForward`."""
 
     adapters: Any  # `adapters.Adapters`, or `None` where no policy has one
+    takes_past: bool
 
     def prefill(
-        self, ids: torch.Tensor, lengths: torch.Tensor, which: Any = None
+        self, ids: torch.Tensor, lengths: torch.Tensor, which: Any = None, past: Any = None
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     def decode(
@@ -51,6 +53,7 @@ class Job:
     __slots__ = (
         "batch",
         "context",
+        "encoded",
         "index",
         "keep",
         "limit",
@@ -72,6 +75,7 @@ class Job:
         self.logprobs: Array = np.zeros(0, np.float32)
         self.marks: list[tuple[int, Version]] = []  # from which token on which version sampled
         self.keep: list[tuple[int, Array]] = []  # (token, kept ids), where wanted
+        self.encoded: tuple[Version, Array] | None = None  # what lies in its row since it got a slot, by which weights
         self.tail = 0  # tokens to decode when looking for stop strings; 0 without any
         stops = request.sampling.stop
         if stops:
@@ -95,6 +99,7 @@ class Slots:
         stop_ids: Sequence[int],
         decode_text: Callable[[Sequence[int]], str],
         invariant: bool = False,
+        share_prefixes: bool = True,
     ) -> None:
         self.forward, self.name, self.max_length = forward, name, max_length
         self.prefill_tokens, self.decode_text = prefill_tokens, decode_text
@@ -106,6 +111,8 @@ class Slots:
         self.waiting: deque[Job] = deque()
         self.jobs: list[Job] = []
         self.patience = _PATIENCE_STEPS
+        self.prefixes = Prefixes() if share_prefixes and forward.takes_past and not invariant else None
+        self.encoded = 0  # tokens of prompts that were computed so far, padding included
         self.finished: list[tuple[Job, Completion | Exception]] = []
         self.is_stop = np.zeros(vocabulary, bool)
         self.is_stop[[i for i in stop_ids if 0 <= i < vocabulary]] = True
@@ -213,13 +220,19 @@ class Slots:
                 contexts[key] = len(unique)
                 unique.append(context)
                 adapters.append(key[0])
+            job.encoded = (self.versions[job.request.policy], context)
             joined.append((self.waiting.popleft(), contexts[key]))
         if not joined:
             return
         first = len(self.jobs)
         index = np.array([which for _, which in joined])
         lengths = np.array([len(c) for c in unique])
-        logits = self._prefill(unique, lengths, first, index, np.array(adapters))
+        owners = {job.encoded[0] for job, _ in joined if job.encoded}
+        logits = None
+        if self.prefixes is not None and len(owners) == 1:
+            logits = self._prefill_the_rest(self.prefixes, owners.pop(), unique, first, index, adapters[0])
+        if logits is None:
+            logits = self._prefill(unique, lengths, first, index, np.array(adapters))
         self._seat(first, [job for job, _ in joined], lengths[index])
         self._emit(first, len(self.jobs), logits[torch.from_numpy(index)])
 
@@ -256,6 +269,7 @@ class Slots:
                 ids[row, : lengths[member]] = contexts[member]
                 sizes[row] = lengths[member]
             which = None if self.forward.adapters is None else adapters[members]
+            self.encoded += ids.size
             logits, entries = self.forward.prefill(torch.from_numpy(ids), torch.from_numpy(sizes), which)
             arena = self._room(entries)
             source = np.full(len(contexts), -1)
@@ -267,6 +281,40 @@ class Slots:
             for row, member in enumerate(members):
                 results[member] = logits[row]
         return torch.stack(results)  # type: ignore[arg-type]
+
+    def _prefill_the_rest(
+        self, prefixes: Prefixes, owner: Version, contexts: list[Array], first: int, index: Array, adapter: int
+    ) -> torch.Tensor | None:
+        """As `_prefill`, with the first entries of each context taken from where they were computed already; `None`,
+        and nothing written, where that is not worth it."""
+
+        def compute(ids: Array, sizes: Array, past: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+            self.encoded += ids.size
+            which = None if self.forward.adapters is None else np.full(len(ids), adapter)
+            return self.forward.prefill(torch.from_numpy(ids), torch.from_numpy(sizes), which, past)
+
+        def encode(ids: Array) -> torch.Tensor:
+            return compute(ids[None].astype(np.int64), np.array([len(ids)]))[1]
+
+        running = [
+            (row, job.encoded[1]) for row, job in enumerate(self.jobs) if job.encoded and job.encoded[0] == owner
+        ]
+        past = prefixes.before(owner, contexts, running, self.arena, encode)
+        if past is None:
+            return None
+        lengths = np.array([len(context) for context in contexts])
+        own = lengths - past[1].numpy()
+        ids = np.zeros((len(contexts), int(own.max())), np.int64)
+        for row, context in enumerate(contexts):
+            ids[row, : own[row]] = context[-own[row] :]
+        logits, entries = compute(ids, own, past)
+        self._reserve(int(lengths.max()))
+        arena = self._room(entries)
+        for i, (before, length) in enumerate(zip(past[1].tolist(), lengths.tolist(), strict=True)):
+            rows = torch.from_numpy(first + np.flatnonzero(index == i))
+            arena[:, rows, :, :before] = past[0][:, i : i + 1, :, :before]
+            arena[:, rows, :, before:length] = entries[:, i : i + 1, :, : length - before]
+        return logits
 
     def _seat(self, first: int, jobs: list[Job], lengths: Array) -> None:
         """Put jobs into rows `first …`; `lengths` int64 [jobs] entries are in the cache."""

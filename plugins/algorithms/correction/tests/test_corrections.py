@@ -150,6 +150,29 @@ def test_the_rejection_rule_has_its_own_level_and_bounds():
     assert run(mis(c.MisConfig(reject=rule)), batch_of(ROWS))[1].tolist() == [True, False, False, False]
 
 
+def test_what_mask_rule_and_veto_reject_adds_up():
+    rows = [logs(3.0, 1.0), logs(1.6, 1.6), logs(0.05, 1.0), logs(1.0)]
+    rule = c.RejectConfig(level=c.Level.sequence, high=3.5, low=0.01)
+    config = c.MisConfig(mode=c.Mode.mask, low=0.01, reject=rule, veto=0.1)
+    _, rejected, metrics = run(mis(config), batch_of(rows))
+    assert rejected.tolist() == [True, False, False, False, True, True, False]  # token above 2; none; veto
+    rule = c.RejectConfig(level=c.Level.sequence, high=2.5, low=0.01)
+    _, rejected, metrics = run(mis(c.MisConfig(mode=c.Mode.mask, low=0.01, reject=rule)), batch_of(rows))
+    assert rejected.tolist() == [True, True, True, True, False, False, False]  # 3 and 2.56 as trajectories, and 3
+    rule = c.RejectConfig(level=c.Level.sequence, high=3.5, low=0.1)
+    _, rejected, metrics = run(mis(c.MisConfig(mode=c.Mode.mask, low=0.01, reject=rule)), batch_of(rows))
+    assert rejected.tolist() == [
+        True,
+        False,
+        False,
+        False,
+        True,
+        True,
+        False,
+    ]  # the mask's token, the rule's trajectory
+    assert metrics["rejected"] == (3.0, 7.0)
+
+
 def test_a_token_that_is_rejected_still_counts_in_its_trajectory():
     """Token rule drops w = 3; the geometric weight is that of both tokens, √3, and not that of the rest, 1."""
     config = c.MisConfig(level=c.Level.geometric, reject=c.RejectConfig(level=c.Level.token))

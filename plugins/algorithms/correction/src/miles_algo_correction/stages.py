@@ -100,7 +100,7 @@ def mis(config: MisConfig) -> Correction:
             other = logs.at(rule.level)
             rejected = rejected | (other < rule.lowest) | (other > rule.high)
         if config.veto is not None:
-            bad = logs.mask & (logs.at(Level.token) < config.veto)
+            bad = logs.at(Level.token) < config.veto  # a token outside m has w = 1
             shares["vetoed"] = np.bincount(logs.row[bad], minlength=logs.rows)[logs.row] > 0
             rejected = rejected | shares["vetoed"]
         if rejects:

@@ -44,6 +44,15 @@ PROTOCOLS: dict[tuple[str, Place], type] = {
     **{("extension", place): extension.Extension for place in Place},
 }
 
+#: Parameters younger than the first release of API v1: a product may lack them, and is then called without (`takes`).
+LATER: dict[tuple[type, str], frozenset[str]] = {(environment.Scorer, "score"): frozenset({"tasks"})}
+
+
+def takes(method: Any, parameter: str) -> bool:
+    """Whether a product's method may be called with a parameter that is younger than the first release."""
+    known = inspect.signature(method).parameters
+    return parameter in known or any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in known.values())
+
 
 def check_product(loaded: Loaded, place: Place, product: Any) -> None:
     """Gate D: what `build` returned keeps the Protocol of (kind, place). Raises `PluginContractError`."""
@@ -83,7 +92,8 @@ def _wrong(protocol: type, product: Any) -> Iterator[str]:
         elif callable(asked) and not callable(found):
             yield f"{name} is a {type(found).__name__}, not a method"
         elif inspect.isfunction(asked) and callable(found):
-            wanted = [p for p in inspect.signature(asked).parameters.values() if p.name != "self"]
+            later = LATER.get((protocol, name), frozenset()) | {"self"}
+            wanted = [p for p in inspect.signature(asked).parameters.values() if p.name not in later]
             plain = [p for p in wanted if p.kind is p.POSITIONAL_OR_KEYWORD]
             try:
                 signature = inspect.signature(found)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from miles_core.columns import CORE_COLUMNS, Array, Batch, ColumnSpec, Level
+from miles_core.compatibility import takes
 from miles_core.contracts.learning import Output
 from miles_core.errors import CombinationError, LearnerError, blamed
 from miles_core.waits import finish_all
@@ -166,9 +167,9 @@ class Passes:
         deadline = self._policy.schedule.stall_deadline_s
         with blamed(f"the scorer {name!r} failed", LearnerError, "see it with --traceback, then go on with --resume"):
             async with asyncio.timeout(deadline):
-                scored = await self._scorers[name].score(
-                    [t for t, _ in rows], [o.column for _, o in wanted], [task for _, task in rows]
-                )
+                score = self._scorers[name].score
+                tasks = ([task for _, task in rows],) if takes(score, "tasks") else ()
+                scored = await score([t for t, _ in rows], [o.column for _, o in wanted], *tasks)
         for column, output in wanted:
             values = [np.asarray(value) for value in _scored(f"the scorer {name!r}", scored, output.column)]
             whole = output.name == "reward"

@@ -131,6 +131,13 @@ def package(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def wheel(tmp_path_factory):
+    """`wheel(project)`: the wheel of a project."""
+    folder = tmp_path_factory.mktemp("single")
+    return lambda project: build(project, folder)
+
+
+@pytest.fixture(scope="session")
 def into():
     """`into(site, wheels)` installs."""
     return install

@@ -19,7 +19,7 @@ import numpy as np
 from miles_core.contracts.engine import Completion, Health, PauseMode, Request
 from miles_core.errors import DeadlineError, EngineError, MilesError, QuorumError, clause
 from miles_core.records import Finish, Span, Version
-from miles_core.waits import finish_all
+from miles_core.waits import cancel, finish_all
 from miles_core.weights import ServingGate
 
 if TYPE_CHECKING:
@@ -186,27 +186,33 @@ class Pool:
     # --- requests ----------------------------------------------------------------------------------------------------
 
     async def generate_many(self, requests: Sequence[Request]) -> list[Completion | Exception]:
-        """`generate` for requests of one policy that come together, an error in the place of its answer. Members that
-        can are asked for all of theirs at once; what does not end there goes on alone."""
+        """`generate` for requests of one policy that come together, a `DeadlineError` in the place of its answer.
+        Members that can are asked for all of theirs at once; what does not end there goes on alone."""
         deadline = asyncio.get_running_loop().time() + min(request.deadline_s for request in requests)
         names = [n for n in self._candidates(requests[0].policy) if hasattr(self._members[n].engine, "generate_many")]
         names.sort(key=lambda name: self._members[name].load)
-        found: dict[str, Completion | BaseException] = {}
+        found: dict[str, Completion | Exception] = {}
         parts: dict[str, list[Completion]] = {}
         await finish_all(self._many(n, requests[i :: len(names)], found, parts) for i, n in enumerate(names))
         rest = [request for request in requests if request.id not in found]
-        alone = [self.generate(request, parts.get(request.id, ()), deadline) for request in rest]
-        for request, result in zip(rest, await asyncio.gather(*alone, return_exceptions=True), strict=True):
-            if isinstance(result, BaseException) and not isinstance(result, Exception):
-                raise result
-            found[request.id] = result
-        return [found[request.id] for request in requests]  # type: ignore[misc]
+        alone = [asyncio.ensure_future(self._alone(r, parts.get(r.id, ()), deadline)) for r in rest]
+        try:
+            found |= zip((request.id for request in rest), await asyncio.gather(*alone), strict=True)
+        finally:  # the first error stops the run: nobody waits for the others
+            await cancel(alone)
+        return [found[request.id] for request in requests]
+
+    async def _alone(self, request: Request, parts: Sequence[Completion], deadline: float) -> Completion | Exception:
+        try:
+            return await self.generate(request, parts, deadline)
+        except DeadlineError as error:
+            return error
 
     async def _many(
         self,
         name: str,
         requests: Sequence[Request],
-        found: dict[str, Completion | BaseException],
+        found: dict[str, Completion | Exception],
         parts: dict[str, list[Completion]],
     ) -> None:
         """One member's answers: into `found` where they end their request, else, with any token, into `parts`."""

@@ -167,6 +167,7 @@ class Sampler:
         lease, policy, task = shared.lease, shared.policy, asyncio.current_task()
         assert self._generate_many is not None and task is not None
         shared.tasks = [task]
+        requests: list[Request] = []
         results: list[Completion | Exception]
         try:
             prompt = {"tokens": shared.root()}
@@ -190,7 +191,8 @@ class Sampler:
             if not shared.ended:
                 raise
             task.uncancel()
-            results = [EpisodeFailedError(shared.ended)] * group_size
+            names = [episode_id(shared.group, member) for member in range(group_size)]
+            return tuple(_failed(name, member, lease.task, shared.ended) for member, name in enumerate(names))
         except Exception as error:
             results = [error] * group_size
         episodes = []
@@ -201,7 +203,8 @@ class Sampler:
             ) -> tuple[Completion, Mapping[str, Any]]:
                 if isinstance(result, Exception):
                     raise result
-                return result, self._extra(shared, request, result)
+                edited = next(r for r in requests if r.id == request.id) if self._edits else request
+                return result, self._extra(shared, edited, result)
 
             episodes.append(await self._episode(shared, member, answered))
         return tuple(episodes)

@@ -259,6 +259,139 @@ def test_a_follower_pool_obeys_the_controller():
     asyncio.run(main())
 
 
+# --- requests that come together -------------------------------------------------------------------------------------
+
+
+class Together(FakeEngine):
+    """Answers many at once; `spoil` changes what it answers."""
+
+    def __init__(self, name):
+        super().__init__(name)
+        self.batches, self.spoil = [], lambda results: results
+
+    async def generate_many(self, requests):
+        self.batches.append([r.id for r in requests])
+        results = await asyncio.gather(*map(self.generate, requests), return_exceptions=True)
+        return self.spoil(results)
+
+
+def together(count):
+    engines = {f"e{i}": Together(f"e{i}") for i in range(count)}
+    pool = Pool(engines)
+    for name in engines:
+        admit(pool, name)
+    return pool, engines
+
+
+def requests(n, **changes):
+    return [request(f"r{i}", n=2 + i, **changes) for i in range(n)]
+
+
+def test_what_comes_together_is_shared_out_and_answered_in_order():
+    async def main():
+        pool, engines = together(2)
+        found = await pool.generate_many(requests(5))
+        assert [tokens(done) for done in found] == [list(range(2 + i)) for i in range(5)]
+        assert sorted(len(batch) for e in engines.values() for batch in e.batches) == [2, 3]
+        assert not pool._calls and all(member.load == 0 for member in pool._members.values())
+
+    asyncio.run(main())
+
+
+def test_engines_that_cannot_and_engines_without_weights_are_asked_one_by_one():
+    async def main():
+        pool, _, _ = make(1)
+        task = asyncio.create_task(pool.generate_many(requests(2)))
+        await asyncio.sleep(0.02)
+        assert not task.done()
+        admit(pool, "e0")
+        pool.readmit("e0")
+        assert [tokens(done) for done in await task] == [[0, 1], [0, 1, 2]]
+
+    asyncio.run(main())
+
+
+def test_a_pause_that_aborts_a_batch_is_invisible():
+    async def main():
+        pool, engines = together(1)
+        engines["e0"].limit = 2
+        task = asyncio.create_task(pool.generate_many(requests(3)))
+        await asyncio.sleep(0.02)
+        await pool.hold("e0", "abort")
+        await asyncio.sleep(0.02)
+        engines["e0"].limit = 100
+        await pool.release("e0")
+        assert [tokens(done) for done in await task] == [[0, 1], [0, 1, 2], [0, 1, 2, 3]]
+        assert engines["e0"].resumed_from.count([0, 1]) == 2  # the two that had not ended
+
+    asyncio.run(main())
+
+
+def test_an_abort_that_was_asked_for_ends_the_request():
+    async def main():
+        pool, engines = together(1)
+        engines["e0"].limit = 2
+        task = asyncio.create_task(pool.generate_many(requests(2)))
+        await asyncio.sleep(0.02)
+        await pool.abort(["r1"])
+        first, second = await task
+        assert (first.finish, second.finish, tokens(second)) == (Finish.LENGTH, Finish.ABORT, [0, 1])
+        assert len(engines["e0"].seen) == 2
+
+    asyncio.run(main())
+
+
+def test_a_lost_member_loses_its_share_to_the_others():
+    async def main():
+        pool, engines = together(2)
+        engines["e0"].limit = engines["e1"].limit = 1
+        task = asyncio.create_task(pool.generate_many(requests(4)))
+        await asyncio.sleep(0.02)
+        engines["e1"].limit = 100
+        pool.quarantine("e0", "gone")
+        assert [tokens(done) for done in await task] == [list(range(2 + i)) for i in range(4)]
+        assert len(engines["e1"].seen) == 4 and asyncio.current_task().cancelling() == 0
+
+    asyncio.run(main())
+
+
+def test_errors_of_single_requests_and_deadlines():
+    async def main():
+        pool, engines = together(1)
+        late, seen = DeadlineError("late", fix="wait"), []
+
+        def spoil(results):
+            seen.append(results)
+            return [EngineError("moody", fix="x"), late, results[2]]
+
+        engines["e0"].spoil = spoil
+        found = await pool.generate_many(requests(3))
+        assert tokens(found[0]) == [0, 1] and found[1] is late and tokens(found[2]) == [0, 1, 2, 3]
+        assert engines["e0"].seen.count("r0") == 2 and engines["e0"].seen.count("r1") == 1
+        engines["e0"].raises = EngineError("always", fix="x")
+        with pytest.raises(EngineError, match="always"):
+            await pool.generate_many(requests(3))
+        engines["e0"].raises, engines["e0"].ok = OSError("unplugged"), False
+        with pytest.raises(QuorumError, match="unplugged"):
+            await pool.generate_many(requests(3))
+
+    asyncio.run(main())
+
+
+def test_cancelling_the_caller_cancels_the_batch():
+    async def main():
+        pool, engines = together(1)
+        engines["e0"].limit = 1
+        task = asyncio.create_task(pool.generate_many(requests(2)))
+        await asyncio.sleep(0.02)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not pool._calls and pool._members["e0"].load == 0
+
+    asyncio.run(main())
+
+
 def test_closing_goes_on_where_one_fails():
     async def main():
         _, engines, _ = make(3)

@@ -13,6 +13,7 @@ from miles_core.pool import Pool
 from miles_core.records import Finish, Origin, Sampling, Score, Status, Task
 from miles_core.sampler import RemoteSampler, Sampler, SamplerEndpoint, SamplingPolicy
 from miles_core.seeds import derive
+from miles_core.waits import cancel
 
 TASK = Task(id="env:train:0", prompt="p>", answer="ok", demonstrations=("first", "second"))
 
@@ -52,6 +53,14 @@ class Env:
         return found if isinstance(found, Score) or found == "raw" else Score(reward=found)
 
 
+@pytest.fixture(autouse=True, params=["a task each", "in one wait"])
+def together(request, monkeypatch):
+    """Everything here holds for both ways to sample a group."""
+    if request.param == "in one wait":
+        monkeypatch.setattr(Env, "instant", True, raising=False)
+    return request.param == "in one wait"
+
+
 def make(env, generate=None, *, seed=7, extensions=(), abort_requests=None, **policy):
     asked = []
 
@@ -60,11 +69,22 @@ def make(env, generate=None, *, seed=7, extensions=(), abort_requests=None, **po
         await asyncio.sleep(0)
         return answer(request, "ok")
 
+    async def one(request):
+        try:
+            return await (generate or plain)(request)
+        except DeadlineError as error:
+            return error
+
+    async def many(requests):  # as the pool does it
+        tasks = [asyncio.ensure_future(one(request)) for request in requests]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            await cancel(tasks)
+
     made = SamplingPolicy(name="main", renderer=FakeRenderer(), envs={"env": env}, **policy)
-    sampler = Sampler(
-        {"main": made}, generate or plain, run_seed=seed, extensions=extensions, abort_requests=abort_requests
-    )
-    return sampler, asked
+    more = {"extensions": extensions, "abort_requests": abort_requests, "generate_many": many}
+    return Sampler({"main": made}, generate or plain, run_seed=seed, **more), asked
 
 
 def run(sampler, lease=None, size=2, split="train", sampling=SAMPLING):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -279,6 +280,23 @@ class EngineConformance(EngineWeights, EngineBase):
                     check("log-probabilities do not depend on neighbours", near, (a, b))
 
         self.run(neighbours())
+
+    def test_together(self) -> None:
+        async def together() -> None:
+            async with self.engine() as engine:
+                if not hasattr(engine, "generate_many"):
+                    return
+                wanted = [self.request(p, 70 + i, id=f"t{i}") for i, p in enumerate(self.prompts())]
+                alone = [await engine.generate(replace(r, id=f"alone-{r.id}")) for r in wanted]
+                odd = self.request([2], id="odd", want=frozenset({"conformance.nonsense"}))
+                done = await engine.generate_many([odd, *wanted])
+                firsts = [(c.request, tokens_of(c)[:1]) for c in done[1:]]
+                same = firsts == [(r.id, tokens_of(a)[:1]) for r, a in zip(wanted, alone, strict=True)]
+                check("answers that come together are those that come alone, in order", same, firsts)
+                refused = isinstance(done[0], CapabilityError)
+                check("an error stands in the place of its answer", refused, done[0])
+
+        self.run(together())
 
     # --- the distribution --------------------------------------------------------------------------------------------
 

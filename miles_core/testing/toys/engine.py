@@ -122,6 +122,10 @@ class ToyEngine:
             self._drop(row)
         return self._completion(row, finish)
 
+    async def generate_many(self, requests: Sequence[Request]) -> list[Completion | Exception]:
+        done = await asyncio.gather(*map(self.generate, requests), return_exceptions=True)
+        return [d if isinstance(d, Completion | Exception) else EngineError(repr(d), fix="see the cause") for d in done]
+
     def _admit(self, request: Request) -> _Running:
         if self._loop is None or self._loop.done() or self._closed:
             raise EngineError(

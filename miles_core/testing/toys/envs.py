@@ -64,6 +64,7 @@ class EchoEnvironment:
     def __init__(self, name: str, config: EnvConfig) -> None:
         self._name = name
         self._config = config
+        self.instant = config.delay_s == 0 and not config.scorer
 
     def tasks(self, split: str) -> EchoTasks:
         if split not in self.task_splits:

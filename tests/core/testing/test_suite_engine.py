@@ -214,6 +214,15 @@ def too_much_mass(logits, temperature, top_k, top_p):
 toy_cut = toy.cut
 
 
+async def backwards(self, requests):
+    return (await ToyEngine.generate_many(self, requests))[:1] + (await ToyEngine.generate_many(self, requests))[:0:-1]
+
+
+async def nothing_odd(self, requests):
+    done = await ToyEngine.generate_many(self, requests)
+    return [done[-1] if isinstance(d, Exception) else d for d in done]
+
+
 class NotRenormalised(ToyEngine):
     def _sample(self, held, version, rows):
         original = toy.log_softmax
@@ -467,6 +476,8 @@ MUTANTS = {
     "top_k keeps the k most likely tokens": cuts(one_more),
     "log-probabilities are renormalised after a cut": NotRenormalised,
     "top_p keeps the smallest set with that mass": cuts(too_much_mass),
+    "answers that come together are those that come alone, in order": engine(generate_many=backwards),
+    "an error stands in the place of its answer": engine(generate_many=nothing_odd),
     "keep_ids and keep_counts come where they are wanted": answers(
         lambda e, r, d: replace(d, columns={k: v for k, v in d.columns.items() if not k.startswith("keep_")})
     ),

@@ -43,14 +43,14 @@ REFERENCE = Output(name="logprobs", role="reference")
 ADAPTER_OFF = {"reference": {"init": "actor", "update": "adapter_off"}}
 
 
-def extension(roles: Mapping[str, Any] | None = None, policies: tuple[str, ...] = ("main",), **options: Any) -> Any:
-    """The extension beside a trainer, of a run with these roles in every policy."""
+def extension(further: Mapping[str, Any] | None = None, names: tuple[str, ...] = ("main",), **options: Any) -> Any:
+    """The extension beside a trainer, of a run with an actor and these further roles in every policy."""
     found = {"actor": RoleConfig(update=RoleUpdate.trained)}
-    for name, given in (roles or {}).items():
+    for name, given in (further or {}).items():
         found[name] = RoleConfig(**{k: RoleUpdate[v] if k == "update" else v for k, v in given.items()})
     model = SimpleNamespace(core=SimpleNamespace(source="base"))
     policy = SimpleNamespace(roles=found, model=model)
-    run: Any = SimpleNamespace(policies=dict.fromkeys(policies, policy))
+    run: Any = SimpleNamespace(policies=dict.fromkeys(names, policy))
     return LoraTrainer(LoraConfig(**options), BuildContext(place=Place.TRAINER, name="lora", run=run, seed=5))
 
 

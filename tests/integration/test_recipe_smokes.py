@@ -42,6 +42,12 @@ def test_the_page_is_that_of_the_results():
         assert (recipes_all.ASSETS / f"{name}.svg").stat().st_size < 60_000
 
 
+@pytest.mark.parametrize("name", RESULTS)
+def test_what_was_measured_reached_its_goal(name):
+    assert set(RESULTS[name]) >= {"0", "1", "2"}
+    assert not [wrong for found in RESULTS[name].values() for wrong in recipes_all.missed(RECIPES[name], found)]
+
+
 def test_a_missed_goal_is_said():
     recipe = recipes_all.Recipe("x", (), "", {"m": {"start": [0.3, 0.55], "goal": 0.85}, "k": {"falls_to": 0.5}}, ())
     good = {"m": [[0, 0.4], [9, 0.9]], "k": [[0, 2.0], [9, 0.9]]}

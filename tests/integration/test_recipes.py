@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,18 @@ def test_own_data_is_what_the_page_says():
     rows = [json.loads(line) for line in (RECIPES / "own-data" / "tasks.jsonl").read_text().splitlines()]
     assert len({row["prompt"] for row in rows}) == len(rows) == 400
     assert all(row["answer"] == "eo"[int(row["prompt"][:-1]) % 2] for row in rows)
+
+
+def test_the_pairs_of_the_dpo_recipe_are_what_its_script_writes():
+    make = runpy.run_path(str(RECIPES / "dpo" / "make.py"))
+    for name, content in make["files"]().items():
+        assert (RECIPES / "dpo" / name).read_text() == content
+    pairs, held_out = (
+        [json.loads(line) for line in (RECIPES / "dpo" / name).read_text().splitlines()]
+        for name in ("pairs.jsonl", "held-out.jsonl")
+    )
+    assert not {row["prompt"] for row in pairs} & {row["prompt"] for row in held_out}
+    assert all(row["chosen"] == "".join(sorted(row["prompt"][:-1])) != row["rejected"] for row in pairs)
 
 
 def miles(*arguments, cwd):

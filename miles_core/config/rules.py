@@ -43,7 +43,7 @@ def violations(run_file: RunFile, catalogue: Catalogue) -> Iterator[MilesError]:
     policies = run_file.policies.values()
     rules = [rule(policy) for policy in policies for rule in (_model, _algorithm)]
     rules += [_roles(policy, run_file.scorers) for policy in policies]
-    rules += [rule(policy, catalogue) for policy in policies for rule in (_schedule, _siblings)]
+    rules += [rule(policy, catalogue) for policy in policies for rule in (_schedule, _siblings, _critic)]
     rules += [_requirements(policy, run_file, catalogue) for policy in policies]
     for message, fix in chain(*rules, _engines(run_file, catalogue)):
         yield CombinationError(message, fix=fix)
@@ -182,7 +182,9 @@ def _requirements(policy: Policy, run_file: RunFile, catalogue: Catalogue) -> Wr
             if what in ("role", "scores_at_ids") and role is None:
                 yield (
                     f"{this} needs the role {name!r}; roles: {', '.join(policy.roles)}",
-                    f"add {at}: {{init: actor, update: frozen}}, or with a source or a scorer of its own",
+                    f"add {at}: {{init: actor, update: trained, head: value}}, or update: shares"
+                    if name == "critic"
+                    else f"add {at}: {{init: actor, update: frozen}}, or with a source or a scorer of its own",
                 )
             elif what == "scores_at_ids" and role is not None and role.scorer:
                 yield (
@@ -248,6 +250,27 @@ def _roles(policy: Policy, scorers: Mapping[str, Part]) -> Wrong:
     actor = roles["actor"].update
     if actor != "trained":
         yield f"{path}.actor.update is {actor.value!r}; the actor is what is trained", "remove it, or write trained"
+
+
+def _critic(policy: Policy, catalogue: Catalogue) -> Wrong:
+    critic, value = policy.roles.get("critic"), policy.algorithm.one("value")
+    if critic is None or critic.scorer:
+        return
+    at = join(policy.at, "roles.critic")
+    asked = [part for part, needs in required(policy.algorithm, catalogue) if "role:critic" in needs]
+    if asked and critic.head != "value":
+        yield f"{at}.head is {critic.head!r}, and {asked[0].at} needs its values", f"write {at}.head: value"
+    if value and is_on(value) and critic.update not in ("trained", "shares"):
+        yield (
+            f"{at}.update is {critic.update.value!r}, and {value.at} would train it",
+            f"write {at}.update: trained, or shares for a second head on the actor",
+        )
+    if critic.update == "shares" and (waits := policy.roles["actor"].from_step):
+        yield (
+            f"{join(policy.at, 'roles.actor.from_step')} is {waits}, and {at} shares the actor's model: the value loss "
+            "would move it",
+            f"write {at}.update: trained, or from_step: 0",
+        )
 
 
 def _engines(run_file: RunFile, catalogue: Catalogue) -> Wrong:

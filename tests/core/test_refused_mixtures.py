@@ -195,6 +195,27 @@ MIXTURES = {
         r"\((gae|value)\) needs the role 'critic'",
         "roles.critic",
     ),
+    "a critic without a value head": (
+        PPO,
+        [CRITIC],
+        ["roles.critic={init: actor, update: trained}"],
+        r"roles.critic.head is 'lm', and algorithm.advantage needs its values",
+        "roles.critic.head: value",
+    ),
+    "a value loss for a critic that is not trained": (
+        PPO,
+        ["roles.critic={init: actor, update: frozen, head: value}", "algorithm.value.coef=0"],
+        ["roles.critic={init: actor, update: frozen, head: value}"],
+        r"roles.critic.update is 'frozen', and algorithm.value would train it",
+        "update: trained, or shares",
+    ),
+    "a policy that waits on a critic's trunk that moves": (
+        [*PPO, "roles.actor={from_step: 5}"],
+        [CRITIC],
+        ["roles.critic={init: actor, update: shares, head: value}"],
+        r"roles.actor.from_step is 5, and roles.critic shares the actor's model: the value loss would move it",
+        "update: trained, or from_step: 0",
+    ),
     "a reference that is not in the run": (DPO, [REFERENCE], [], "needs the role 'reference'", "roles.reference"),
     "student support with an HTTP teacher": (
         ["algorithm={use: opd_topk, distill: {k: 4}}", *TEACHER],

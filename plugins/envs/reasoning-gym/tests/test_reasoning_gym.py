@@ -180,11 +180,9 @@ def test_levels_come_from_the_data_sets_own_curriculum():
         ({"dataset": "list_functions", "level": 0}, "list_functions has no levels", "through options"),
         ({"dataset": "chain_sum", "level": 1, "options": {"min_terms": 2}}, "min_terms is set by level and", "drop"),
         ({"dataset": "game_of_life_halting"}, "any text that is not empty earns 1", "unsound: true"),
-        (
-            {"dataset": "chain_sum", "modules": ["absent.py"]},
-            "'absent.py', and importing it fails: FileNotFound",
-            "name",
-        ),
+        ({"dataset": "puzzle24"}, "any four numbers that make 24 earn 1", "unsound: true"),
+        ({"dataset": "chain_sum", "modules": ["absent.py"]}, "'absent.py', and there is no such file", "correct it"),
+        ({"dataset": "chain_sum", "modules": ["absent"]}, "importing it fails: ModuleNotFoundError", "importable"),
     ],
 )
 def test_what_reasoning_gym_does_not_have(options, says, fix):
@@ -314,11 +312,12 @@ def test_raising_may_earn_nothing_instead():
         ("puzzle24", "(1).__class__"),
         ("countdown", "__import__('os')._exit(1)"),
         ("polynomial_multiplication", "__import__('os')._exit(1)"),
+        ("complex_arithmetic", "nan + 1j"),
     ],
 )
 def test_answers_are_not_run(dataset, attack):
     """Verifiers of reasoning-gym hand the answer to `eval`, where the reference is in view."""
-    environment = env(dataset=dataset)
+    environment = env(dataset=dataset, unsound=dataset == "puzzle24")
     tasks = first(environment, 3)
     assert all(score(environment, t, t.answer).reward == 1.0 for t in tasks)
     assert all(score(environment, t, attack).reward < 0.2 for t in tasks)

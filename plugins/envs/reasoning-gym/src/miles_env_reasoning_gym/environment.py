@@ -29,6 +29,7 @@ DRAWS_DEADLINE_S = 600.0
 #: Data sets whose verifier pays for answers that are wrong, and how.
 UNSOUND = {
     "game_of_life_halting": "any text that is not empty earns 1",
+    "puzzle24": "any four numbers that make 24 earn 1, whichever were given",
 }
 
 
@@ -157,7 +158,8 @@ class ReasoningGym:
         total, running = sum(e.config.weight for e in self._entries), 0.0
         self._ends = [(running := running + e.config.weight) / total for e in self._entries]
         settings = {
-            **{"modules": config.modules, "folders": list(folders)},
+            "modules": [_module(name, folders) for name in config.modules],
+            "folders": [] if all(name.endswith(".py") for name in config.modules) else list(folders),
             **{"deadline_s": config.deadline_s, "memory_mib": config.memory_mib},
         }
         self._pool = Pool.shared("miles_env_reasoning_gym.worker", settings, config.workers)
@@ -290,3 +292,15 @@ class ReasoningGym:
         if found.answer is None and context.finish == "length":
             info["why"] += "; the answer was cut off at max_new_tokens"
         return Score(reward=earned + components.get("format", 0.0), components=components, info=info)
+
+
+def _module(name: str, folders: Sequence[str]) -> str:
+    """A file's absolute path, or a module's name as it is."""
+    if not name.endswith(".py"):
+        return name
+    places = [Path(name)] if Path(name).is_absolute() else [Path(folder) / name for folder in folders]
+    found = next((place for place in places if place.is_file()), None)
+    if found is None:
+        looked = ", ".join(dict.fromkeys(map(str, places)))
+        raise ConfigError(f"modules names {name!r}, and there is no such file; looked at {looked}", fix="correct it")
+    return str(found.resolve())

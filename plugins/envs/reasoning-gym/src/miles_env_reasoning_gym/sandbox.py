@@ -1,9 +1,10 @@
 """Child side of `workers.py`: serve requests, give up nothing to what is judged, end on time.
 
-Verifiers may run what a model wrote (some call `eval`). So the process first loads what it needs and then shuts itself
-in: no sockets, no new processes, no writing to files (a seccomp filter on Linux, an audit hook everywhere), little
-memory, an alarm for each request. Files may still be read. `miles-env-reasoning-gym` and `miles-env-math` hold the
-same copy of this file and of `workers.py` (a test keeps them alike): plugins do not import each other.
+Verifiers may run what a model wrote (some call `eval`). So a first process loads what they need and judges nothing; it
+forks the children that do, which makes a new one cheap, and each of them first shuts itself in: no sockets, no new
+processes, no writing to files (a seccomp filter on Linux, an audit hook everywhere), little memory, an alarm for each
+request. Files may still be read. `miles-env-reasoning-gym` and `miles-env-math` hold the same copy of this file and of
+`workers.py` (a test keeps them alike): plugins do not import each other.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import os
 import platform
 import resource
 import signal
@@ -18,7 +20,7 @@ import socket
 import struct
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 #: Events of `sys.addaudithook` that nothing which is judged needs.
 _FORBIDDEN = frozenset(
@@ -55,21 +57,47 @@ class Refused(Exception):
 
 
 def serve(start: Callable[[dict[str, Any]], Any], deadline_s: float, memory_mib: int, settings: dict[str, Any]) -> None:
-    """Answer requests until the socket closes. `start(settings)` builds the object whose methods are asked for, by
-    `op`, with the rest of the request as keywords; what it loads, it loads before the process is confined."""
-    stream = socket.socket(fileno=0).makefile("rwb")
-
-    def say(message: dict[str, Any]) -> None:
-        stream.write(json.dumps(message).encode() + b"\n")
-        stream.flush()
-
+    """Fork children until the socket at standard input closes. `start(settings)` builds the object whose methods are
+    asked for, by `op`, with the rest of the request as keywords."""
+    control = socket.socket(fileno=0)
     try:
         target = start(settings)
     except Refused as refused:
-        return say({"refused": refused.args})
-    say({"ready": True, "confined": confine(memory_mib)})
-    for line in stream:
-        request = json.loads(line)
+        return control.sendall(_line({"refused": refused.args}))
+    control.sendall(_line({"ready": True}))
+    alive: set[int] = set()
+    while True:
+        text, files, _, _ = socket.recv_fds(control, 1024, 1)
+        order = json.loads(text or b"{}")
+        if files:
+            told = os.fork()
+            if told == 0:
+                control.close()
+                _answer(socket.socket(fileno=files[0]), target, deadline_s, memory_mib)
+            os.close(files[0])
+            alive.add(told)
+        elif order:
+            told = _ended(order["end"])
+            alive.discard(order["end"])
+        else:  # the parent is gone, or wants no more
+            for child in alive:
+                _ended(child)
+            return None
+        control.sendall(_line({"told": told}))
+
+
+def _ended(child: int) -> int:
+    """End a child of this process; its exit code, negative for a signal that ended it before."""
+    os.kill(child, signal.SIGKILL)  # no other process can have its number before it is waited for
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _answer(line: socket.socket, target: Any, deadline_s: float, memory_mib: int) -> NoReturn:
+    """Answer requests until the socket closes."""
+    stream = line.makefile("rwb")
+    confine(memory_mib)
+    for text in stream:
+        request = json.loads(text)
         arm(deadline_s)
         try:
             told = getattr(target, request.pop("op"))(**request)
@@ -78,7 +106,13 @@ def serve(start: Callable[[dict[str, Any]], Any], deadline_s: float, memory_mib:
         except Exception as error:
             told = {"raised": said(error)}
         signal.setitimer(signal.ITIMER_REAL, 0)
-        say(told)
+        stream.write(_line(told))
+        stream.flush()
+    os._exit(0)
+
+
+def _line(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
 
 
 def said(error: BaseException) -> str:

@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import json
 import math
+import re
 import sys
 from collections import OrderedDict
 from pathlib import Path
@@ -29,6 +30,8 @@ EVALUATING = (
     *("algorithmic.string_insertion", "algorithmic.spiral_matrix", "algorithmic.number_sorting"),
     *("algorithmic.binary_matrix", "games.n_queens"),
 )
+#: Numbers at which no distance is large: min(1, exp(-nan)) is 1.
+_NOT_FINITE = re.compile(r"[\s()+\-*.\dij]*(nan|inf|infinity)[\s()+\-*.\dij]*", re.IGNORECASE)
 
 
 class Catalogue:
@@ -188,6 +191,8 @@ class Worker:
             return {"differs": f"making it raises {said(error)}"}
         if globals()["digest"](item["question"]) != digest:
             return {"differs": "it is another question"}
+        if _NOT_FINITE.fullmatch(answer):
+            return {"score": 0.0}
         try:
             value = dataset.score_answer(answer, item)
         except Exception as error:
@@ -200,18 +205,15 @@ class Worker:
 
 
 def register(modules: list[str], folders: list[str]) -> None:
-    """Import what registers further data sets: files beside the run file, or installed modules."""
+    """Import what registers further data sets: files, or modules that may lie in `folders`."""
+    sys.path[:0] = folders
     for name in modules:
         try:
             if not name.endswith(".py"):
-                sys.path[:0] = folders
                 importlib.import_module(name)
                 continue
-            path = next((p for p in (Path(folder) / name for folder in folders) if p.is_file()), None)
-            if path is None:
-                raise FileNotFoundError(f"looked in {', '.join(folders)}")
-            spec = importlib.util.spec_from_file_location(f"_miles_datasets_{path.stem}", path)
-            assert spec is not None and spec.loader is not None
+            spec = importlib.util.spec_from_file_location(f"_miles_datasets_{Path(name).stem}", name)
+            assert spec is not None and spec.loader is not None  # a .py file always has a loader
             module = importlib.util.module_from_spec(spec)
             sys.modules[spec.name] = module  # dataclasses look their module up
             spec.loader.exec_module(module)

@@ -1,8 +1,8 @@
 """Killable child processes for what a model wrote: a verifier that hangs or dies costs its process, never the run.
 
-A child that passes its deadline or dies is killed and replaced by the next call. A call costs one round trip over a
-local socket. Children are started when first needed; they end with the pool, with this process, or by their own alarm.
-The child's side is `sandbox.py`, which says why the two files exist twice.
+A child that passes its deadline or dies is replaced by the next call, cheaply: children are forked from one process
+that has loaded what they need (`sandbox.py`, which also says why the two files exist twice). A call costs one round
+trip over a local socket. Everything is started when first needed, and ends with the pool or with this process.
 """
 
 from __future__ import annotations
@@ -15,27 +15,24 @@ import queue
 import socket
 import subprocess
 import sys
+import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from miles_core.errors import ConfigError, EngineError
 
-START_DEADLINE_S = 180.0
+START_DEADLINE_S, FORK_DEADLINE_S = 180.0, 30.0
 
 
 class WorkerLostError(Exception):
-    """The child passed its deadline (`late`), or died; it is gone."""
-
-    def __init__(self, message: str, *, late: bool) -> None:
-        super().__init__(message)
-        self.late = late
+    """The child passed its deadline, or died; it is gone."""
 
 
 class Pool:
-    """At most `count` children, started one by one as they are needed; calls beyond that wait their turn."""
+    """At most `count` children; calls beyond that wait their turn."""
 
     @classmethod
     def shared(cls, module: str, settings: Mapping[str, Any], count: int) -> Pool:
@@ -48,7 +45,7 @@ class Pool:
         return found
 
     def __init__(self, command: tuple[str, ...], count: int) -> None:
-        self._command = command
+        self._nursery = _Nursery(command)
         self._idle: queue.LifoQueue[_Child | None] = queue.LifoQueue()
         for _ in range(count):
             self._idle.put(None)
@@ -60,12 +57,15 @@ class Pool:
         child = self._idle.get()
         kept: _Child | None = None
         try:
-            child = child or _Child(self._command)
+            child = child or self._nursery.child()
             told = child.ask(request, deadline_s)
             kept = child
+        except (OSError, EOFError) as error:
+            code = self._nursery.end(child) if child is not None else None
+            late = isinstance(error, TimeoutError)
+            why = f"took longer than {deadline_s:g} s" if late else f"ended its process (exit code {code})"
+            raise WorkerLostError(why) from error
         finally:
-            if kept is None and child is not None:
-                child.end()
             self._idle.put(kept)
         return _accepted(told)
 
@@ -78,15 +78,73 @@ _POOLS: weakref.WeakValueDictionary[tuple[tuple[str, ...], int], Pool] = weakref
 
 
 class _Child:
-    """One child. Whoever holds it may ask it."""
+    """The parent's end of one child's socket. Whoever holds it may ask it."""
+
+    def __init__(self, line: socket.socket, pid: int = 0) -> None:
+        self.line, self.pid, self._buffer = line, pid, b""
+
+    def ask(self, request: Mapping[str, Any], deadline_s: float) -> dict[str, Any]:
+        """Raises `TimeoutError`, `EOFError` or another `OSError`."""
+        self.line.settimeout(deadline_s)
+        self.line.sendall(json.dumps(request).encode() + b"\n")
+        return self.told(deadline_s)
+
+    def told(self, deadline_s: float) -> dict[str, Any]:
+        """The next line of its."""
+        end = time.monotonic() + deadline_s
+        while b"\n" not in self._buffer:
+            self.line.settimeout(max(end - time.monotonic(), 1e-3))
+            chunk = self.line.recv(1 << 16)
+            if not chunk:
+                raise EOFError
+            self._buffer += chunk
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        told: dict[str, Any] = json.loads(line)
+        return told
+
+
+class _Nursery:
+    """The process that forks the children, started by the first of them, and again after it died."""
 
     def __init__(self, command: tuple[str, ...]) -> None:
-        """Starts it, and waits until it is ready."""
-        self._socket, theirs = socket.socketpair()
-        self._buffer = b""
+        self._command = command
+        self._lock = threading.Lock()
+        self._control: _Child | None = None
+        self._close: Callable[[], Any] = int  # nothing yet
+
+    def child(self) -> _Child:
+        """A new child. Raises `ConfigError` for what the process refuses, and `EngineError` where it does not start."""
+        ours, theirs = socket.socketpair()
+        with self._lock, theirs:
+            if self._control is None:
+                self._start()
+            assert self._control is not None
+            try:
+                socket.send_fds(self._control.line, [b"{}"], [theirs.fileno()])
+                return _Child(ours, self._control.told(FORK_DEADLINE_S)["told"])
+            except (OSError, EOFError) as error:
+                self._stop()
+                fix = "free memory or processes on this machine"
+                raise EngineError("a process for verifiers cannot be forked", fix=fix) from error
+
+    def end(self, child: _Child) -> int | None:
+        """End a child; its exit code, `None` where that is not known."""
+        child.line.close()
+        with self._lock:
+            if self._control is None:
+                return None
+            try:
+                code: int = self._control.ask({"end": child.pid}, FORK_DEADLINE_S)["told"]
+            except (OSError, EOFError):
+                self._stop()
+                return None
+            return code
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
         try:
-            self._process = subprocess.Popen(
-                command,
+            process = subprocess.Popen(
+                self._command,
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -94,55 +152,37 @@ class _Child:
                 env={**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
             )
         except OSError as error:
-            self._socket.close()
+            ours.close()
             fix = "free memory or processes on this machine"
             raise EngineError(f"a process for verifiers cannot be started: {error}", fix=fix) from error
         finally:
             theirs.close()
-        self.end = weakref.finalize(self, _end, self._process, self._socket)
+        self._close = weakref.finalize(self, _closed, process, ours)
+        self._control = _Child(ours)
         try:
-            told = self._line(START_DEADLINE_S)
-        except WorkerLostError as lost:
-            fix = "see why: " + " ".join(command[:4]) + "; raise env.memory_mib if it needs more memory"
-            raise EngineError(f"the process for verifiers does not start: {lost}", fix=fix) from lost
+            told = self._control.told(START_DEADLINE_S)
+        except (OSError, EOFError) as error:
+            self._stop()
+            fix = "see why: " + " ".join(self._command[:4])
+            raise EngineError("the process for verifiers does not start", fix=fix) from error
+        if "refused" in told:
+            self._stop()
         _accepted(told)
 
-    def ask(self, request: Mapping[str, Any], deadline_s: float) -> dict[str, Any]:
-        try:
-            self._socket.settimeout(deadline_s)
-            self._socket.sendall(json.dumps(request).encode() + b"\n")
-        except OSError as error:
-            raise self._lost(error, deadline_s) from error
-        return self._line(deadline_s)
-
-    def _line(self, deadline_s: float) -> dict[str, Any]:
-        end = time.monotonic() + deadline_s
-        while b"\n" not in self._buffer:
-            try:
-                self._socket.settimeout(max(end - time.monotonic(), 1e-3))
-                chunk = self._socket.recv(1 << 16)
-            except OSError as error:
-                raise self._lost(error, deadline_s) from error
-            if not chunk:
-                raise self._lost(None, deadline_s)
-            self._buffer += chunk
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        told: dict[str, Any] = json.loads(line)
-        return told
-
-    def _lost(self, error: OSError | None, deadline_s: float) -> WorkerLostError:
-        if isinstance(error, TimeoutError):
-            return WorkerLostError(f"took longer than {deadline_s:g} s", late=True)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(1.0)
-        return WorkerLostError(f"ended its process (exit code {self._process.returncode})", late=False)
+    def _stop(self) -> None:
+        self._control = None
+        self._close()
 
 
-def _end(process: subprocess.Popen[bytes], line: socket.socket) -> None:
+def _closed(process: subprocess.Popen[bytes], line: socket.socket) -> None:
+    """The process ends its children once its socket closes."""
     line.close()
-    process.kill()
-    with contextlib.suppress(subprocess.TimeoutExpired):
+    try:
         process.wait(5.0)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(5.0)
 
 
 def _accepted(told: dict[str, Any]) -> dict[str, Any]:

@@ -67,6 +67,44 @@ def test_only_demonstration_tokens_are_trained():
     assert by_episode == pytest.approx((1.5 + 6) / 2)
 
 
+@pytest.mark.parametrize(("how", "want"), [("token_mean", (1 + 2 + 3 + 9) / 4), ("episode_mean", (2 + 9) / 2)])
+def test_packing_changes_no_denominator(how, want):
+    """A document of three tokens and one of one: together, apart, in the other order, or in a batch with others."""
+    logprobs = [-1.0, -2.0, -3.0, -9.0]
+    assert evaluate(batch_of([3, 1], [True] * 4), logprobs, how)[0] == pytest.approx(want)
+    assert evaluate(batch_of([1, 3], [True] * 4), [-9.0, -1.0, -2.0, -3.0], how)[0] == pytest.approx(want)
+    padded = batch_of([5, 2], [True, True, True, False, False, True, False])
+    nan = float("nan")
+    assert evaluate(padded, [-1.0, -2.0, -3.0, nan, nan, -9.0, nan], how)[0] == pytest.approx(want)
+    # in two micro-batches: weights are those of the whole update, and the parts add up
+    term = built()
+    info = TermInfo(
+        name="sft",
+        coef=1.0,
+        role="actor",
+        dynamic=False,
+        level="unit",
+        mask=term.mask,
+        weighted=False,
+        aggregation=None,
+        outputs=term.outputs,
+        needs=term.needs,
+    )
+    whole = with_weights(batch_of([3, 1], [True] * 4), [info], AlgorithmKeys(aggregation=how))
+    total = 0.0
+    for rows, part in (([0], logprobs[:3]), ([1], logprobs[3:])):
+        values = torch.tensor(part, dtype=torch.float64)
+        view = MicroView(whole.select(rows), lambda output, values=values: values)
+        total += objective.evaluate(view.at, [BoundTerm(name="sft", term=term, coef=1.0)], str)[0].item()
+    assert total == pytest.approx(want)
+
+
+def test_explanations_give_formula_paper_and_deviations():
+    for provider in (plugin.miles_algorithm(), plugin.miles_term()):
+        first, paper, last = provider.explain.splitlines()
+        assert "−π" in first and "arXiv" in paper and last.startswith("Deviations")
+
+
 def test_the_term_keeps_the_contract():
     term = built()
     assert isinstance(term, Term) and not term.weighted and term.needs == frozenset()

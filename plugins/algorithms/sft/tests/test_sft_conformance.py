@@ -1,11 +1,13 @@
 """The preset and the term against the kit."""
 
-from miles_core.testing import LossConformance, PresetConformance
+from miles_algo_sft import conformance
+
+from miles_core.testing import PresetConformance
 
 
 class TestPreset(PresetConformance):
     name = "sft"
 
 
-class TestTerm(LossConformance):
-    name = "sft"
+class TestTerm(conformance.SftConformance):
+    pass

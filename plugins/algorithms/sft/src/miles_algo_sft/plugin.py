@@ -21,9 +21,24 @@ def _term(config: SftConfig, context: BuildContext) -> Any:
 
 @hookimpl
 def miles_algorithm() -> Provider:
-    return Provider(name="sft", config=SftPreset, build=_preset, summary="maximum likelihood of demonstrations")
+    return Provider(
+        name="sft",
+        config=SftPreset,
+        build=_preset,
+        summary="maximum likelihood of demonstrations",
+        explain="loss = Σ −π / Σ 1 over the demonstration tokens of an update (of a chat: the assistant's turns)\n"
+        "Textbook maximum likelihood (as in Ouyang et al., arXiv 2203.02155, step 1)\nDeviations: none.",
+    )
 
 
 @hookimpl
 def miles_term() -> Provider:
-    return Provider(name="sft", config=SftConfig, build=_term, field="loss", summary="−π")
+    return Provider(
+        name="sft",
+        config=SftConfig,
+        build=_term,
+        field="loss",
+        summary="−π",
+        explain="−π per demonstration token; every document is an episode of its own, however rows are packed\n"
+        "Textbook maximum likelihood (as in Ouyang et al., arXiv 2203.02155, step 1)\nDeviations: none.",
+    )

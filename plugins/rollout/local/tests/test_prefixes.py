@@ -93,11 +93,12 @@ def test_nothing_is_taken_over_from_other_weights() -> None:
 
     async def go() -> None:
         engine = await started(old, QWEN)
+        given = prompts(6)
+        check(old, given, await answers(engine, given, max_new_tokens=2))  # what they share is held from now on
         running = asyncio.ensure_future(
             engine.generate(request("long", TEMPLATE, max_new_tokens=50, temperature=2.0, seed=3))
         )
-        given = prompts(6)
-        check(old, given, await answers(engine, given, max_new_tokens=2))
+        await asyncio.sleep(0)
         await engine.pause("in_place")
         await publish(engine, new, 1)
         await engine.resume()

@@ -161,6 +161,7 @@ class Server:
         for start, tensor in zip(starts, tensors, strict=True):
             buckets.write(slot, start, tensor)
             library = buckets.library_of(tensor)
+            del tensor  # before the next one is made
         message = _line({"version": version, "bucket": index, "library": library})
         for engine, (link, _) in self._links.items():
             try:

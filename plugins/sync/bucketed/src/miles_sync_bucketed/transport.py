@@ -39,9 +39,13 @@ class BucketedTransport:
         """Raises `CapabilityError` where an engine is on another host than the first trainer rank."""
         first = json.loads(senders[0])
         limit = self._config.bucket_mib << 20
+        paths = {name: self._path(name, first, json.loads(blob)) for name, blob in sorted(links.items())}
+        if Path.shared_memory in paths.values():
+            # The tensor on its way into a slot is part of the two buckets of memory.
+            largest = max(map(buckets.nbytes, specs), default=0)
+            limit = max(limit - largest // 2, limit // 2)
         packed = buckets.pack(specs, limit)
         memory = max([buckets.ALIGN, *(buckets.offsets(bucket)[1] for bucket in packed)])
-        paths = {name: self._path(name, first, json.loads(blob)) for name, blob in sorted(links.items())}
         common = {"limit": limit, "memory": memory, "token": first["token"]}
         tensors = [[spec.name, list(spec.shape), spec.dtype] for spec in specs]
         sender: dict[str, Any] = {**common, "tensors": tensors, "paths": {n: p.value for n, p in paths.items()}}

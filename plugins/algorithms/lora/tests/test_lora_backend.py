@@ -273,7 +273,7 @@ def test_a_reference_without_a_word_becomes_the_base() -> None:
     assert LoraDraft(LoraConfig(policies=["x"])).on_config(draft) == draft
 
 
-@pytest.mark.parametrize("options", [{}, {"rslora": True, "rank": 4}, {"dora": True}])
+@pytest.mark.parametrize("options", [{"train_also": ["*norm.weight"]}, {"rslora": True, "rank": 4}, {"dora": True}])
 def test_a_saved_folder_is_the_merged_model_and_an_adapter_that_peft_loads(
     options: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -29,7 +29,7 @@ class LoraConfig:
     export: Export = opt(Export.merged, "what engines are sent; `adapter` needs engines that offer `lora`")
     policies: list[str] = opt([], "policies that get adapters; all where empty")
     roles: list[str] = opt(["actor"], "trained roles that get adapters")
-    train_also: list[str] = opt(["value.*"], "globs over parameters that are trained whole beside the adapters")
+    train_also: list[str] = opt([], "globs over parameters that are trained whole too; a value head always is")
 
     def __post_init__(self) -> None:
         if self.alpha <= 0:

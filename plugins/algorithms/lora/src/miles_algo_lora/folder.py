@@ -17,8 +17,16 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTER = "adapter"
 
 
-def write(folder: Path, tensors: Mapping[str, Any], config: LoraConfig, base: str, layers: Sequence[str]) -> None:
-    """Write both files into `folder`, which is made. `layers` are Hugging Face names of the adapted layers."""
+def write(
+    folder: Path,
+    tensors: Mapping[str, Any],
+    config: LoraConfig,
+    base: str,
+    layers: Sequence[str],
+    modules: Sequence[str],
+) -> None:
+    """Write both files into `folder`, which is made. `layers` are Hugging Face names of the adapted layers, `modules`
+    of those that were trained whole."""
     folder.mkdir(parents=True, exist_ok=True)
     told = {
         "peft_type": "LORA",
@@ -34,7 +42,7 @@ def write(folder: Path, tensors: Mapping[str, Any], config: LoraConfig, base: st
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "inference_mode": True,
-        "modules_to_save": None,
+        "modules_to_save": sorted(set(modules)) or None,
     }
     (folder / CONFIG).write_text(json.dumps(told, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}

@@ -20,7 +20,7 @@ from torch import nn
 from miles_algo_lora import folder as peft_folder
 from miles_algo_lora.config import Export
 from miles_algo_lora.layers import AdaptedLinear, Switch, adapt
-from miles_algo_lora.merge import Adapted, Stream, alone, layers_of, whole
+from miles_algo_lora.merge import PEFT_PREFIX, Adapted, Stream, alone, layers_of, whole
 from miles_core.errors import CapabilityError, CombinationError, WeightError
 from miles_core.seeds import derive
 
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from miles_core.contracts.weights import Layout, TensorSpec
     from miles_core.provider import BuildContext
 
+#: Parameters that no checkpoint knows, and that are trained whole wherever there are any.
+HEADS = ("value.*",)
 #: One base tensor in so many is digested at each export, in turn; at the first one all are.
 GUARD_EVERY = 8
 
@@ -144,10 +146,10 @@ class LoraTrainer:
     def _train_also(self, module: nn.Module, role: str) -> list[str]:
         found = []
         for name, parameter in module.named_parameters():
-            if any(fnmatchcase(name, pattern) for pattern in self._config.train_also):
+            if any(fnmatchcase(name, pattern) for pattern in (*HEADS, *self._config.train_also)):
                 parameter.requires_grad_(True)
                 found.append(name)
-                if self._config.export is Export.adapter and role == "actor" and not name.startswith("value."):
+                if self._config.export is Export.adapter and role == "actor" and not fnmatchcase(name, HEADS[0]):
                     raise CombinationError(
                         f"extensions.lora.train_also trains {name!r} whole, and export 'adapter' sends adapters only",
                         fix="set extensions.lora.export: merged, or train adapters only",
@@ -218,17 +220,22 @@ class LoraTrainer:
             yield from stream
             return
         tensors: dict[str, Any] = {}
-        names = []
+        layers, modules = [], []
+        trained = self._trained.get(policy, frozenset())
         for item in self._guarded(stream, policy):
             if isinstance(item, Adapted):
-                names.append(item.name)
+                layers.append(item.name)
                 tensors |= {spec.name: tensor.detach().clone() for spec, tensor in alone(item, 1.0)}
                 yield whole(item, self._config.scale)
-            else:
-                yield item
+                continue
+            if _names(trained, item[0].name):
+                modules.append(item[0].name.rpartition(".")[0])
+                tensors[PEFT_PREFIX + item[0].name] = item[1].detach().clone()
+            yield item
         if self._rank == 0:
             source = self._policies[policy].model.core.source if policy in self._policies else None
-            peft_folder.write(folder / peft_folder.ADAPTER, tensors, self._config, str(source or ""), names)
+            where = folder / peft_folder.ADAPTER
+            peft_folder.write(where, tensors, self._config, str(source or ""), layers, modules)
 
     def _merged(self, stream: Stream, policy: str) -> Stream:
         for item in self._guarded(stream, policy):

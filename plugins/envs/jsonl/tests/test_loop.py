@@ -67,6 +67,7 @@ def test_evaluation_has_its_own_rows(run):
 @pytest.mark.parametrize(
     ("body", "why"),
     [
+        ("return 1.5", "returned 1.5, outside its stated range of 0 to 1"),
         ("raise ValueError('no idea')", "no idea"),
         ("return float('nan')", "nan"),
         ("import time; time.sleep(1)", "took longer than 0.3 s"),
@@ -74,7 +75,7 @@ def test_evaluation_has_its_own_rows(run):
 )
 def test_failed_episodes_are_counted_with_their_reason(run, body, why):
     reward = f"def score(text, answer):\n    if answer == '3':\n        {body}\n    return 1.0\n"
-    run(reward, "run.steps=3")
+    run(reward, "run.steps=3", "env.reward_range=[0, 1]")
     lines = [json.loads(line) for line in Path("runs/mine/events.jsonl").read_text().splitlines()]
     failed = [line for line in lines if line["type"] == "episode_failed"]
     # Every episode of that task failed, so its groups could not be trained.

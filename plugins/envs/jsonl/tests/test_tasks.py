@@ -245,6 +245,7 @@ def test_files_that_are_not_there(tmp_path):
         ({"path": ""}, "path is empty"),
         ({"eval_path": "a", "eval_fraction": 0.5}, "give one of them"),
         ({"eval_fraction": 1.0}, "eval_fraction is 1.0"),
+        ({"reward_range": [1, 0]}, r"reward_range is \[1, 0\]; write two numbers, the lesser first"),
         ({"reward": "score"}, "write it as module:function"),
         ({"reward": "score:"}, "write it as module:function"),
     ],

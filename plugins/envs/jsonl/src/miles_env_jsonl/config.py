@@ -33,6 +33,10 @@ class JsonlConfig:
     reward: str | None = opt(
         None, "`module:function` or `file.py:function`; exact comparison with the answer where null"
     )
+    reward_range: list[float] | None = opt(
+        None,
+        "least and most that an answer may earn, e.g. [0, 1]: anything else fails its episode; any number where null",
+    )
     reward_deadline_s: float = opt(60.0, "deadline of one call of the reward function", unit="s", low=0.001)
     reward_threads: int = opt(8, "calls of a plain reward function at once", unit="threads", low=1)
     check_rows: int | None = opt(100_000, "rows checked before the run; all where null", unit="rows", low=1)
@@ -46,5 +50,9 @@ class JsonlConfig:
             )
         if self.eval_fraction is not None and not 0 < self.eval_fraction < 1:
             raise ValueError(f"eval_fraction is {self.eval_fraction}; both splits need rows, so between 0 and 1")
+        if self.reward_range is not None and (
+            len(self.reward_range) != 2 or self.reward_range[0] >= self.reward_range[1]
+        ):
+            raise ValueError(f"reward_range is {self.reward_range}; write two numbers, the lesser first, e.g. [0, 1]")
         if self.reward is not None and not all(self.reward.rpartition(":")[::2]):
             raise ValueError(f"reward is {self.reward!r}; write it as module:function")

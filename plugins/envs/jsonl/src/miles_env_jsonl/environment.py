@@ -104,7 +104,9 @@ class JsonlEnvironment:
             "finish": context.finish,
             "task": task,
         }
-        return await self._runner.call(offered, task.id)
+        score = await self._runner.call(offered, task.id)
+        reward.check_range(score, self._config)
+        return score
 
     def _open(self) -> dict[str, FileTasks]:
         config = self._config

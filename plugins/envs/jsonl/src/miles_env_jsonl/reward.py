@@ -9,6 +9,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import math
 import numbers
 import sys
 import threading
@@ -23,6 +24,7 @@ import numpy as np
 
 from miles_core.errors import ConfigError, RewardError
 from miles_core.records import Score
+from miles_env_jsonl.config import JsonlConfig
 
 #: What a reward function may ask for, by parameter name.
 OFFERED = ("text", "answer", "prompt", "metadata", "finish", "task")
@@ -169,6 +171,17 @@ def _number(value: Any, what: str, spec: str, task_id: str) -> float:
         f"reward function {spec!r} on task {task_id}: {what} is {value!r:.80} ({type(value).__name__}), not a number",
         fix="return a number, or an object with `reward` and named numbers; does every path end in `return`?",
     )
+
+
+def check_range(score: Score, config: JsonlConfig) -> None:
+    """Raises `ValueError`, which fails the episode, for a reward outside `reward_range`; NaN fails it anyway."""
+    if config.reward_range is not None and score.reward is not None and math.isfinite(score.reward):
+        least, most = config.reward_range
+        if not least <= score.reward <= most:
+            raise ValueError(
+                f"reward function {config.reward!r} returned {score.reward:g}, outside its stated range of"
+                f" {least:g} to {most:g}"
+            )
 
 
 class Runner:

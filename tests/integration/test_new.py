@@ -67,6 +67,7 @@ def test_it_fails_only_where_code_is_missing(made, kind, name, field):
     assert failed and [r for r in failed if "not written yet: " not in r.detail] == []
 
 
+@pytest.mark.slow
 def test_every_package_lints_and_type_checks(made):
     for command in (["check", "--no-cache", "--quiet"], ["format", "--check", "--no-cache", "--quiet"]):
         done = subprocess.run([BIN / "ruff", *command, made], capture_output=True, text=True, timeout=120)

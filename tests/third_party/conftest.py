@@ -1,6 +1,5 @@
 """Packages of outsiders as wheels, installed by pip into folders that stand on the path beside our own."""
 
-import json
 import os
 import re
 import subprocess
@@ -42,11 +41,6 @@ class Outside:
         done = subprocess.run(command, cwd=self.work, env=environment, capture_output=True, text=True, timeout=timeout)
         assert code is None or done.returncode == code, done.stdout + done.stderr
         return Said(done.returncode, done.stdout, done.stderr)
-
-    def plugins(self) -> dict[str, dict[str, str]]:
-        """`kind:name` of distribution -> its row in `miles plugins`."""
-        rows = [json.loads(line) for line in self.miles("plugins", "--json").out.splitlines()]
-        return {f"{row['kind']}:{row['name']} {row['distribution']}": row for row in rows}
 
 
 def build(project: Path, into: Path) -> Path:

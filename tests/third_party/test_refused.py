@@ -160,7 +160,7 @@ def test_a_misfit_is_refused_in_one_message(miles, case):
 def test_a_lying_capability(miles):
     """`miles conformance` says what is promised and not kept; a run that relies on it stops with the engine's name."""
     said = miles("conformance", "rollout:liar")
-    assert said.code == 1 and said.out.count("FAILED") == 2
+    assert said.code == 1 and said.out.count("FAILED") >= 2
     assert re.search(r"test_keep_ids +FAILED +keep_ids and keep_counts come where they are wanted; found: ", said.out)
     assert "\nrollout:liar: " in said.out and "passed, " in said.out
     said = miles("run", "toy.yaml", "rollout.use=liar", "rollout.top_p=0.9", "run.steps=2")

@@ -1,13 +1,14 @@
 """Plugins that outsiders wrote: judged by `miles conformance`, chosen by config, used in runs."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from miles_core.run import RunDir
 
 PLUGINS = {
-    "stage:rank": "acme-miles-algo-rank",
+    "stage:places": "acme-miles-algo-places",
     "term:soft": "zed-soft-loss",
     "sync:mailbox": "acme-miles-sync-mailbox",
     "env:parity": "oddlab-envs",
@@ -27,26 +28,32 @@ env: {use: parity}
 rollout: {use: local, max_new_tokens: 2}
 backend: {use: fsdp}
 sync: {use: mailbox}
-algorithm: {use: grpo, advantage: {use: rank}, loss: {use: soft}}
+algorithm: {use: grpo, advantage: {use: places}, loss: {use: soft}}
 optimizer: {lr: 1.0e-2}
 schedule: {groups_per_step: 8, group_size: 8, updates_per_step: 2}
 trackers: {jsonl: {}}
 """
 CHOSEN = (
     *("env={use: parity}", "rollout={use: tables, max_new_tokens: 2}", "sync={use: mailbox}"),
-    *("algorithm.advantage={use: rank}", "algorithm.loss={use: soft}", "extensions={margin: {}}"),
+    *("algorithm.advantage={use: places}", "algorithm.loss={use: soft}", "extensions={margin: {}}"),
 )
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)
-def test_conformance_judges_it_and_the_listing_remembers(outside, plugin):
-    said = outside.miles("conformance", plugin, "--out", "conformance.json")
+def test_conformance_judges_it_and_the_listing_remembers(here, strangers, plugin):
+    miles = here(strangers)
+    said = miles("conformance", plugin, "--json", "conformance.json")
+    assert said.code == 0, said.out + said.err
     assert said.out.splitlines()[0].split() == ["check", "result", "detail"] and "FAILED" not in said.out
-    written = json.loads((outside.work / "conformance.json").read_text())
+    written = json.loads(Path("conformance.json").read_text())
     assert written["plugin"] == plugin and written["distribution"] == PLUGINS[plugin]
     assert all(check["passed"] for check in written["checks"])
-    row = outside.plugins()[f"{plugin} {PLUGINS[plugin]}"]
+    kind, _, name = plugin.partition(":")
+    rows = [json.loads(line) for line in miles("plugins", "--json", "--kind", kind).out.splitlines()]
+    row = next(row for row in rows if row["name"] == name)
     assert row["state"] == "fits" and row["conformance"] == f"{len(written['checks'])} passed"
+    kept = json.loads(Path(row["results"]).read_text())
+    assert kept["plugins"][plugin]["checks"] == written["checks"]
 
 
 def test_all_of_them_in_one_run(outside):

@@ -1,4 +1,4 @@
-"""Stage `rank`: rewards become places in their group, from -1 (lowest) to 1 (highest), ties sharing the mean place."""
+"""Stage `places`: rewards become places in their group, from -1 (lowest) to 1 (highest), ties sharing the mean place."""
 
 from dataclasses import dataclass
 
@@ -13,11 +13,11 @@ from miles_core.provider import Provider
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankConfig:
+class PlacesConfig:
     scale: float = opt(1.0, "advantage of the best of a group", low=0)
 
 
-class Rank:
+class Places:
     needs = frozenset({"reward"})
     gives = (CORE_COLUMNS["advantages"],)
 
@@ -40,9 +40,9 @@ class Rank:
 @hookimpl
 def miles_stage():
     return Provider(
-        name="rank",
-        config=RankConfig,
-        build=lambda config, context: Rank(config),
+        name="places",
+        config=PlacesConfig,
+        build=lambda config, context: Places(config),
         field="advantage",
         requires=("siblings",),
         summary="the place of a reward in its group, from -1 to 1",

@@ -1,1 +1,0 @@
-"""Advantage rank: the place of a reward in its group, whatever its size."""

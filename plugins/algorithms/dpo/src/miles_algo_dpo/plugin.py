@@ -10,7 +10,7 @@ from miles_core.provider import BuildContext, Provider
 
 EXPLAIN = """\
 −log σ(βh) per pair, h = (π − π_ref)(chosen) − (π − π_ref)(rejected), sums over trainable tokens
-Rafailov et al., arXiv 2305.18290; ipo: Azar et al., arXiv 2310.12036; robust: Chowdhury et al., arXiv 2403.00409
+Paper: Rafailov et al., arXiv 2305.18290; ipo: Azar et al., arXiv 2310.12036; robust: Chowdhury et al., arXiv 2403.00409
 Deviations: none; ipo takes means over tokens unless length_normalised: false."""
 
 

@@ -54,7 +54,7 @@ def miles_stage() -> Provider[GaeConfig, Any]:
         explain=(
             "A_t = δ_t + γλ·A_t', δ_t = r_t + γ·V_t' − V_t, t' the next trainable token; G = A + V\n"
             "r_t = −reward_kl (coef · kl_t), plus R at the last trainable token of each sibling; masked: skipped\n"
-            "Schulman et al., arXiv 1506.02438\n"
+            "Paper: Schulman et al., arXiv 1506.02438\n"
             "Deviations: none; V beyond the last token is 0, or V at it where the answer was cut (bootstrap_truncated)."
         ),
     )
@@ -71,7 +71,7 @@ def miles_term() -> Provider[ValueConfig, Any]:
         summary="clipped squared error of the critic",
         explain=(
             "max((V − G)², (V_old + clamp(V − V_old, ±clip) − G)²) per trainable token, G and V_old detached\n"
-            "Schulman et al., arXiv 1707.06347 (its reference code)\n"
+            "Paper: Schulman et al., arXiv 1707.06347 (its reference code)\n"
             "Deviations: no factor ½ (coef .5 is the usual one); rejected tokens are kept."
         ),
     )

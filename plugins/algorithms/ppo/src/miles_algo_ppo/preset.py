@@ -13,7 +13,7 @@ from typing import Any
 EXPLAIN = """\
 loss = mean over tokens of max(−ρA, −clip(ρ, .8, 1.2)A) + .5 · mean over tokens of the clipped value error
 A = whitened GAE (γ 1, λ 1) of the role `critic`; ρ = exp(π − π_p)
-Schulman et al., arXiv 1707.06347; advantage: arXiv 1506.02438
+Paper: Schulman et al., arXiv 1707.06347; advantage: arXiv 1506.02438
 Deviations: γ = λ = 1 unless set; advantages whitened over the step; KL (loss or reward) and entropy only if set."""
 
 

@@ -27,7 +27,7 @@ def miles_algorithm() -> Provider:
         build=_preset,
         summary="maximum likelihood of demonstrations",
         explain="loss = Σ −π / Σ 1 over the demonstration tokens of an update (of a chat: the assistant's turns)\n"
-        "Textbook maximum likelihood (as in Ouyang et al., arXiv 2203.02155, step 1)\nDeviations: none.",
+        "Paper: textbook maximum likelihood; in this use Ouyang et al., arXiv 2203.02155, step 1\nDeviations: none.",
     )
 
 
@@ -40,5 +40,5 @@ def miles_term() -> Provider:
         field="loss",
         summary="−π",
         explain="−π per demonstration token; every document is an episode of its own, however rows are packed\n"
-        "Textbook maximum likelihood (as in Ouyang et al., arXiv 2203.02155, step 1)\nDeviations: none.",
+        "Paper: textbook maximum likelihood; in this use Ouyang et al., arXiv 2203.02155, step 1\nDeviations: none.",
     )

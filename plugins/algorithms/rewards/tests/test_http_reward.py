@@ -202,14 +202,29 @@ def test_nobody_listens():
 
 
 def test_the_first_failure_ends_the_other_requests():
-    """One batch is refused while another hangs: the error comes before the deadline of the other."""
+    """One batch is refused while two others hang: these are hung up on, and not waited for."""
+    ended, arrived = [], threading.Semaphore(0)
 
     def one(handler, texts):
-        return (400, b"no") if "" in texts else hang(handler, texts)
+        if "" in texts:
+            for _ in range(2):
+                arrived.acquire(timeout=10.0)
+            return 400, b"no"
+        arrived.release()
+        handler.connection.settimeout(10.0)
+        try:
+            ended.append(handler.connection.recv(1) == b"")  # the client hung up
+        except TimeoutError:
+            ended.append(False)
+        return None
 
     with service(one) as (url, _):
         with pytest.raises(RewardError, match="status 400"):
             rate(rater(url, batch_size=1, deadline_s=60.0), items(3))
+        deadline = time.monotonic() + 15.0
+        while len(ended) < 2 and time.monotonic() < deadline:
+            time.sleep(0.005)
+    assert ended == [True, True]
 
 
 def test_waits_double_with_jitter_from_a_named_stream():

@@ -25,6 +25,7 @@ COMMANDS = {
     "config": "miles_core.cli.config:app",
     "doctor": "miles_core.cli.doctor:doctor",
     "show": "miles_core.cli.show:show",
+    "audit": "miles_core.cli.audit:audit",
     "export": "miles_core.cli.export:export",
     "conformance": "miles_core.cli.conformance:conformance",
     "new": "miles_core.cli.new:new",

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from miles_core.admission import limit
+from miles_core.cli.accounting import check_history, check_versions
 from miles_core.config.schema import ScheduleConfig
 from miles_core.errors import LedgerError
-from miles_core.history import check_history
 from miles_core.journal import Frame, Journal, read
 from miles_core.ledger import Ledger
 from miles_core.records import Episode, Group, Span, Task, Trajectory, Version, group_id
@@ -382,6 +382,28 @@ GOOD = (lease_frame(0), lease_frame(1), group_frame(0), group_frame(1), trained(
 )
 def test_the_history_check_finds_each_broken_promise(records, found):
     assert check_history(frames(*records), {"main": STRICT}, finished=True) == found
+
+
+def published(number, changed=True, receipts=(("live", "r"),)):
+    engines = {f"e{i}": list(receipt) for i, receipt in enumerate(receipts)}
+    return "published", {"policy": "main", "lineage": 0, "number": number, "changed": changed, "engines": engines}
+
+
+@pytest.mark.parametrize(
+    ("before", "good"),
+    [
+        ([published(0)], True),
+        ([published(-1), published(0, changed=False, receipts=())], True),  # an alias of what was verified
+        ([], False),
+        ([published(1)], False),
+        ([published(0, receipts=())], False),
+        ([published(0, receipts=(("live", "r"), ("", None)))], False),
+        ([published(0, changed=False, receipts=())], False),
+    ],
+)
+def test_what_sampled_must_have_been_verified(before, good):
+    found = check_versions(frames(*before, *GOOD))
+    assert found == [] if good else found[0].endswith("version main@0.0 sampled for it and was never verified")
 
 
 def test_masked_groups_are_judged_by_what_was_trained():

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from miles_core.cli.accounting import check_history
 from miles_core.config.compose import load
 from miles_core.discovery import scan
 from miles_core.driver import execute
-from miles_core.history import check_history
 from miles_core.journal import read
 from miles_core.run import RunDir
 

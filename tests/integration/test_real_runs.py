@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_core.history import check_history
+from miles_core.cli.accounting import check_history
 from miles_core.journal import read
 from miles_core.run import RunDir
 

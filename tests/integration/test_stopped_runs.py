@@ -17,10 +17,10 @@ import pytest
 
 from miles_core import run as run_module
 from miles_core.builtin.jsonl import LineFile
+from miles_core.cli.accounting import check_history
 from miles_core.config.compose import load
 from miles_core.files import Files
-from miles_core.history import check_history
-from miles_core.journal import read
+from miles_core.journal import Journal, read
 from miles_core.run import RunDir
 from miles_core.testing.toys.backend import ToyBackend
 from miles_core.testing.toys.engine import ToyEngine
@@ -589,3 +589,17 @@ def test_an_internal_error_of_a_run_still_says_how_to_go_on(miles, monkeypatch):
     assert said.code == 70
     assert "MILES-E000: internal error: AssertionError: a bug" in said.err
     assert f"Go on: miles run {RUN} --resume" in said.err
+
+
+def test_audit_proves_a_run_and_names_what_was_forged(miles):
+    assert miles("run", "toy.yaml", *SMALL).code == 0
+    said = miles("audit", str(RUN))
+    assert said.code == 0 and "every promise held" in said.out and ", finished" in said.out, said.out
+    trained = next(f.header for f in read(RUN / "journal") if f.kind == "trained")
+    journal = Journal(RUN / "journal")
+    journal.append("trained", {key: value for key, value in trained.items() if key != "kind"})
+    journal.close()
+    said = miles("audit", str(RUN))
+    assert said.code == 1 and "broken promises" in said.out
+    assert "step 0 of policy main was trained where step 3 was due" in said.out
+    assert miles("audit", "runs/none").code == 2

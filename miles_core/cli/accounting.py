@@ -1,0 +1,95 @@
+"""The proof behind `miles audit`: a whole journal against what the schedule promises. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from miles_core.history import History
+
+if TYPE_CHECKING:
+    from miles_core.config.schema import ScheduleConfig
+    from miles_core.journal import Frame
+
+
+def check_history(
+    frames: Iterable[Frame], schedules: Mapping[str, ScheduleConfig], *, finished: bool = False
+) -> list[str]:
+    """Prove the accounting of a whole journal: every sentence returned is a broken promise.
+
+    Held: every lease ends at most once (and exactly once where the run `finished`); what was trained was finished
+    before, and no group twice; batches hold `groups_per_step` groups, their own slots under `order: slot`; steps follow
+    one another; no trained token is older than `max_staleness`.
+    """
+    history = History()
+    found: list[str] = []
+    for frame in frames:
+        due = dict(history.steps)
+        history.apply(frame)
+        if frame.kind == "trained":
+            policy, step = frame.header["policy"], frame.header["step"]
+            if step != due.get(policy, 0):
+                found.append(f"step {step} of policy {policy} was trained where step {due.get(policy, 0)} was due")
+            found += _check_batch(frame.header, history, schedules[policy])
+    found += history.problems
+    seen: dict[tuple[str, str], str] = {}
+    for lease, entry in history.entries.items():
+        if entry.end is None:
+            if finished:
+                found.append(f"lease {lease} has no end, and the run finished")
+        elif entry.end[0] == "trained":
+            key = (entry.lease["policy"], f"{entry.lease['task']}#{entry.lease['attempt']}")
+            if key in seen:
+                found.append(f"group {key[1]} of policy {key[0]} was trained twice: leases {seen[key]} and {lease}")
+            seen[key] = lease
+    return found
+
+
+def check_versions(frames: Iterable[Frame]) -> list[str]:
+    """Every version that sampled a trained token had been published: with the receipts of the engines that served it,
+    or as the alias of a version that had."""
+    verified: set[tuple[str, int, int]] = set()
+    sampled_by: dict[str, list[tuple[str, int, int]]] = {}
+    found: list[str] = []
+    for frame in frames:
+        header = frame.header
+        if frame.kind == "published":
+            policy, lineage, number = (header[key] for key in ("policy", "lineage", "number"))
+            receipts = header["engines"].values()
+            alias = not receipts and not header["changed"] and (policy, lineage, number - 1) in verified
+            if alias or (receipts and all(evidence and root for evidence, root in receipts)):
+                verified.add((policy, lineage, number))
+        elif frame.kind == "group":
+            sampled_by[header["lease"]] = [tuple(version) for version in header["versions"]]
+        elif frame.kind == "trained":
+            versions = {version for lease in header["leases"] for version in sampled_by.get(lease, ())}
+            for name, lineage, number in sorted(versions - verified):
+                found.append(
+                    f"step {header['step']} of policy {header['policy']}: version {name}@{lineage}.{number} sampled "
+                    "for it and was never verified"
+                )
+    return found
+
+
+def _check_batch(header: Mapping[str, Any], history: History, schedule: ScheduleConfig) -> list[str]:
+    policy, step, leases = header["policy"], header["step"], header["leases"]
+    where = f"step {step} of policy {policy} (lineage {header['lineage']})"
+    found: list[str] = []
+    if header["lineage"] != history.current:
+        found.append(f"{where}: the journal is in lineage {history.current}")
+    if len(leases) != schedule.groups_per_step or len(set(leases)) != len(leases):
+        found.append(f"{where}: {len(set(leases))} groups, {schedule.groups_per_step} were due")
+    entries = [history.entries[lease] for lease in leases if lease in history.entries]
+    slots = [entry.lease["slot"] for entry in entries]
+    first = step * schedule.groups_per_step
+    if schedule.order == "slot" and slots != list(range(first, first + len(leases))):
+        found.append(f"{where}: slots {slots} are not its own, in order")
+    for lease, entry in zip(leases, entries, strict=False):
+        if entry.group_at is None:
+            found.append(f"{where}: lease {lease} was trained and never finished")
+        old = entry.oldest is not None and step - entry.oldest > schedule.max_staleness
+        if old and schedule.on_stale != "mask":
+            found.append(f"{where}: lease {lease} holds a token of version {entry.oldest}")
+    if header["oldest"] is not None and step - header["oldest"] > schedule.max_staleness:
+        found.append(f"{where}: a token of version {header['oldest']} was trained")
+    return found

@@ -1,6 +1,7 @@
 # Every target creates what it needs; `make help` lists them.
 PYTHON ?= python3
 BIN := .venv/bin
+DIST := dist
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation
 export OMP_NUM_THREADS ?= 1
 
@@ -47,7 +48,7 @@ docs: .venv/dev  ## build the documentation, strictly
 
 wheels: $(BIN)/hatchling  ## a wheel of every distribution, into dist/
 	for project in . $(wildcard plugins/*/*); do \
-	  (cd $$project && $(CURDIR)/$(BIN)/hatchling build -t wheel -d $(CURDIR)/dist) || exit 1; done
+	  (cd $$project && $(abspath $(BIN))/hatchling build -t wheel -d $(abspath $(DIST))) || exit 1; done
 
 clean:  ## remove what the targets made (runs/ stays)
 	rm -rf .venv dist site

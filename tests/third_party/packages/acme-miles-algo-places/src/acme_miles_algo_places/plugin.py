@@ -1,4 +1,4 @@
-"""Stage `places`: rewards become places in their group, from -1 (lowest) to 1 (highest), ties sharing the mean place."""
+"""Stage `places`: rewards become places in their group, from -1 (lowest) to 1 (highest); ties share the mean place."""
 
 from dataclasses import dataclass
 

@@ -224,6 +224,35 @@ def test_the_model_rates_whatever_is_beside_an_answer_and_in_any_order(folder):
     assert rate(wide, answers[::-1])[::-1] == together  # to the bit, too: batches are made of the sorted inputs
 
 
+def test_the_same_answers_meet_in_the_same_batches(folder, monkeypatch):
+    answers = [item(t, prompt="?") for t in ("4", "a longer answer", "", "5", "33", "another long one")]
+    made, met = model(folder, batch_tokens=24), []
+    forward = made._forward
+    monkeypatch.setattr(made, "_forward", lambda rows: met.append(rows) or forward(rows))
+    rate(made, answers)
+    first, met[:] = list(met), []
+    rate(made, answers[::-1])
+    assert met == first and [len(rows) for rows in first] == [4, 1, 1]
+
+
+def test_what_pads_a_batch_is_seen_by_no_answer(folder, tmp_path):
+    """A bidirectional classifier would look at it."""
+    import shutil
+
+    import torch
+    from transformers import BertConfig, BertForSequenceClassification
+
+    shutil.copytree(folder / "one", tmp_path / "bert", ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    torch.manual_seed(1)
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = BertConfig(vocab_size=97, max_position_embeddings=64, pad_token_id=0, num_labels=1, **shape)
+    BertForSequenceClassification(config).save_pretrained(tmp_path / "bert")
+    answers = [item(t, prompt="?") for t in ("4", "a longer answer", "", "33")]
+    together = rate(model(tmp_path, "bert"), answers)
+    assert together == pytest.approx(rate(model(tmp_path, "bert", batch_tokens=1), answers), abs=1e-6)
+    assert len({round(r, 6) for r in together}) == 4
+
+
 def test_the_model_by_hand(folder):
     """The number is the classifier's own, at the last token of prompt and answer."""
     import torch

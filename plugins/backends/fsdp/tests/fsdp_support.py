@@ -169,3 +169,27 @@ def weights(backend: FsdpBackend, role: str = "actor") -> dict[str, torch.Tensor
     found = backend._role("main", role)
     found.settle()
     return {name: tensor.clone() for name, tensor in found.full_tensors(False)}
+
+
+# --- a critic that shares the actor's module ------------------------------------------------------------------------
+
+VALUES = Output(name="values", role="critic", grad=True)
+BOOTSTRAP = Output(name="bootstrap_value", role="critic")
+SHARES = {"critic": {"init": "actor", "update": "shares", "head": "value", "optimizer": None}}
+
+
+class ValueLoss:
+    """(V − 1)² per unit."""
+
+    level = "unit"
+    mask = "trainable"
+    weighted = False
+    aggregation = None
+    outputs: tuple[Output, ...] = (VALUES,)
+    needs: frozenset[str] = frozenset()
+
+    def __call__(self, view: Any) -> TermOutput:
+        return TermOutput(value=(view.out(VALUES) - 1.0) ** 2)
+
+
+TERMS = [bound(), bound(ValueLoss(), "other", 0.5, "critic")]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fsdp_support import batch_of, bound, make_backend, random_groups, source, weights
+from fsdp_support import BOOTSTRAP, SHARES, TERMS, VALUES, batch_of, bound, make_backend, random_groups, source, weights
 from safetensors.torch import load_file, save_file
 
 from miles_backend_fsdp.config import Dtype, FsdpConfig
@@ -26,12 +26,13 @@ CASES = {
     "blocks": {"micro_tokens": 10**6, "unit_mib": 0, "checkpointing": True},
     "bfloat16": {"dtype": "bfloat16", "unit_mib": 0},
     "idle": {"micro_tokens": 10**6, "one": True},
+    "shares": {"micro_tokens": 40, "unit_mib": 0, "shares": True},
 }
 
 
 def setting(case: str) -> tuple[FsdpConfig, dict[str, Any]]:
     options = dict(CASES[case])
-    changes = {"one": options.pop("one", False)}
+    changes = {"one": options.pop("one", False), "shares": options.pop("shares", False)}
     if "dtype" in options:
         options["dtype"] = Dtype[options["dtype"]]
     return FsdpConfig(**options), changes
@@ -52,20 +53,23 @@ def run(case: str, folder: Path, rank: int, ranks: int) -> None:
         architecture=source("qwen3_moe" if case == "blocks" else "qwen3"),
         config=config,
         optimizer=OPTIMIZER,
-        roles={"reference": {"init": "actor", "update": "frozen"}},
+        roles={"reference": {"init": "actor", "update": "frozen"}, **(SHARES if changes["shares"] else {})},
         rank=rank,
         ranks=ranks,
     )
+    terms, outputs = [bound()], [LOGPROBS, ENTROPY]
+    if changes["shares"]:
+        terms, outputs = TERMS, [LOGPROBS, VALUES, BOOTSTRAP]
     given = batches(changes["one"])
     seen: list[Any] = []
     for batch in given:
-        scores = backend.score(batch, [LOGPROBS, ENTROPY])
-        result = backend.update(batch, [bound()])
+        scores = backend.score(batch, outputs)
+        result = backend.update(batch, terms)
         metrics = {name: list(pair) for name, pair in sorted(result.metrics.items())}
         seen.append([metrics, result.grad_norm, {name: column.tolist() for name, column in scores.items()}])
     backend.save(folder / f"save_{ranks}")
     backend.blend("main", "reference", "actor", 0.5)
-    backend.update(given[0], [bound()])
+    backend.update(given[0], terms)
     whole = weights(backend)
     backend.save_model("main", folder / f"model_{ranks}")
     if rank == 0:
@@ -120,9 +124,10 @@ def test_two_ranks_equal_one(case: str, tmp_path: Path) -> None:
         architecture=source("qwen3_moe" if case == "blocks" else "qwen3"),
         config=base,
         optimizer=OPTIMIZER,
+        roles=SHARES if changes["shares"] else {},
     )
     backend.load(tmp_path / "save_2")
-    backend.update(batches(changes["one"])[0], [bound()])
+    backend.update(batches(changes["one"])[0], TERMS if changes["shares"] else [bound()])
     for name, tensor in weights(backend).items():
         assert close(tensor.float(), second[name], case), name
     backend.close()

@@ -8,34 +8,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fsdp_support import adapter, batch_of, bound, make_backend, random_groups, source, weights
+from fsdp_support import (
+    BOOTSTRAP,
+    SHARES,
+    TERMS,
+    VALUES,
+    adapter,
+    batch_of,
+    make_backend,
+    random_groups,
+    source,
+    weights,
+)
 from safetensors import safe_open
 
 from miles_backend_fsdp.config import Dtype, FsdpConfig
 from miles_backend_fsdp.optimizer import local
-from miles_core.contracts.learning import LOGPROBS, Output, TermOutput
+from miles_core.contracts.learning import LOGPROBS
 from miles_core.errors import CapabilityError
-
-VALUES = Output(name="values", role="critic", grad=True)
-BOOTSTRAP = Output(name="bootstrap_value", role="critic")
-SHARES = {"critic": {"init": "actor", "update": "shares", "head": "value", "optimizer": None}}
-
-
-class ValueLoss:
-    """(V − 1)² per unit."""
-
-    level = "unit"
-    mask = "trainable"
-    weighted = False
-    aggregation = None
-    outputs: tuple[Output, ...] = (VALUES,)
-    needs: frozenset[str] = frozenset()
-
-    def __call__(self, view: Any) -> TermOutput:
-        return TermOutput(value=(view.out(VALUES) - 1.0) ** 2)
-
-
-TERMS = [bound(), bound(ValueLoss(), "other", 0.5, "critic")]
 
 
 def nudge(backend: Any) -> None:

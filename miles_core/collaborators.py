@@ -40,7 +40,7 @@ class Sampler(Protocol):
 
 class Learner(Protocol):
     """Trains one policy (`learner.Learner`). `changed` says whether the last step changed the actor's weights; a
-    learner without that attribute always did."""
+    learner without that attribute always did. `learnt`, where there is one, is for readable samples."""
 
     async def step(self, step: int, groups: Sequence[Group]) -> Mapping[str, Metric]:
         """Consume one batch, groups in slot order. Metrics by `side/name`."""
@@ -64,7 +64,9 @@ class Checkpoint(Protocol):
 class RolloutSink(Protocol):
     """Keeps readable samples of a step (`rollouts/`)."""
 
-    def write(self, policy: str, step: int, split: str, groups: Sequence[Group]) -> None: ...
+    def write(
+        self, policy: str, step: int, split: str, groups: Sequence[Group], learnt: Mapping[str, Any] = ...
+    ) -> None: ...
 
 
 class Stop(Protocol):

@@ -64,6 +64,8 @@ class Learner:
     ) -> None:
         self.policy = policy
         self.changed = False
+        self._penalties = [spec.name for _, stage in stages.get("penalties", ()) for spec in stage.gives]
+        self.learnt: Mapping[str, Mapping[str, float]] = {}  # of the last step, by episode: `measures.by_episode`
         self._seed = run_seed
         self._keys = policy.algorithm.keys
         self._stages = stages
@@ -102,6 +104,7 @@ class Learner:
             batch = await self._passes.score(batch, groups, self._trainer)
             mismatch = {f"train/{name}": value for name, value in measures.batch_mismatch(batch).items()}
             batch = self._run_stages(batch, metrics)
+            self.learnt = measures.by_episode(batch, self._penalties)
             metrics |= await self._update(batch)
             metrics |= mismatch  # π_p of the score pass, where there was one, before what the updates saw
         else:

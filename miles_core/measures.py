@@ -6,7 +6,7 @@ rejection: mean and maximum of |log w|, k3(π_b‖π_p) = mean(w − 1 − log w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -55,3 +55,20 @@ def batch_mismatch(batch: Batch) -> dict[str, Metric]:
     if "origin" in columns:  # the token axis: demonstrations have no behaviour
         mask = mask & (columns["origin"] == Origin.SAMPLED)
     return mismatch(columns["proximal_logprobs"], columns["behaviour_logprobs"], mask)
+
+
+def by_episode(batch: Batch, penalties: Sequence[str]) -> dict[str, dict[str, float]]:
+    """What training made of each episode, by id: its penalties, and the mean advantage of what of it was trained."""
+    found = {"advantage": _episode_mean(batch, batch.columns["advantages"])} if "advantages" in batch.columns else {}
+    found |= {name: batch.columns[name] for name in penalties}
+    rows = zip(batch.episode_ids, *(values.tolist() for values in found.values()), strict=True)
+    return {id: {k: v for k, v in zip(found, row, strict=True) if np.isfinite(v)} for id, *row in rows}
+
+
+def _episode_mean(batch: Batch, values: Array) -> Array:
+    """float64 [n_episodes]: the mean over kept units, NaN where there are none."""
+    of, n = batch.episode_of_unit[batch.kept], batch.n_episodes
+    count = np.bincount(of, minlength=n)
+    total = np.bincount(of, values[batch.kept], minlength=n)
+    mean: Array = np.divide(total, count, out=np.full(n, np.nan), where=count > 0)
+    return mean

@@ -11,12 +11,13 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from miles_core.errors import TrackerError, blamed
-from miles_core.records import Episode, Group, Message, Origin, Trajectory
+from miles_core.records import Array, Episode, Group, Message, Origin, Trajectory
 
 GROUPS_A_STEP = 4
 EPISODES_A_GROUP = 4
@@ -30,20 +31,32 @@ class Rollouts:
     folder: Path
     text: Mapping[str, Callable[[Any], str]]
 
-    def write(self, policy: str, step: int, side: str, groups: Sequence[Group]) -> None:
-        """`side` is `train` or `eval`. Raises `TrackerError` where the file cannot be written."""
+    def write(
+        self,
+        policy: str,
+        step: int,
+        side: str,
+        groups: Sequence[Group],
+        learnt: Mapping[str, Mapping[str, float]] = MappingProxyType({}),
+    ) -> None:
+        """`side` is `train` or `eval`; `learnt` says what training made of an episode (`Learner.learnt`). Raises
+        `TrackerError` where the file cannot be written."""
         shown = [(group, episode) for group in groups[:GROUPS_A_STEP] for episode in group.episodes[:EPISODES_A_GROUP]]
         fix = "see the cause with --traceback, mend it, then go on with --resume"
         with blamed(f"samples of step {step} could not be written to {self.folder}", TrackerError, fix):
-            lines = [_ENCODE(_line(*pair, self.text[policy])) + "\n" for pair in shown]
+            lines = [_ENCODE(_line(g, e, self.text[policy], learnt.get(e.id, {}))) + "\n" for g, e in shown]
             _file(self.folder, side, step).write_text("".join(lines), encoding="utf-8")
 
 
 def _file(folder: Path, side: str, step: int) -> Path:
-    return folder / f"{'step' if side == 'train' else side}_{step:06d}.jsonl"
+    return folder / f"{_prefix(side)}_{step:06d}.jsonl"
 
 
-def _line(group: Group, episode: Episode, text: Callable[[Any], str]) -> dict[str, Any]:
+def _prefix(side: str) -> str:
+    return "step" if side == "train" else side
+
+
+def _line(group: Group, episode: Episode, text: Callable[[Any], str], learnt: Mapping[str, float]) -> dict[str, Any]:
     prompt = group.task.prompt
     return {
         "v": 1,
@@ -54,11 +67,13 @@ def _line(group: Group, episode: Episode, text: Callable[[Any], str]) -> dict[st
         "turns": [_turns(trajectory, text) for trajectory in episode.trajectories],
         "reward": episode.reward,
         "components": dict(episode.components),
+        "learnt": dict(learnt),
         "info": dict(episode.info),
         "status": episode.status.value,
         "error": episode.error,
         "finish": [t.finish.value for t in episode.trajectories],
         "tokens": [t.length for t in episode.trajectories],
+        "written": [int(_own(t).sum()) for t in episode.trajectories],
         "versions": sorted({str(s.version) for t in episode.trajectories for s in t.spans}),
     }
 
@@ -69,11 +84,17 @@ def _chat(messages: tuple[Message, ...]) -> str:
 
 def _turns(trajectory: Trajectory, text: Callable[[Any], str]) -> list[str]:
     """What the model (or the demonstration) wrote, one string a contiguous turn."""
-    origin = np.asarray(trajectory.columns["origin"])
-    written = (origin == Origin.SAMPLED) | (origin == Origin.DEMONSTRATION)
+    written = _own(trajectory)
     tokens = np.asarray(trajectory.columns["tokens"]).tolist()
     turns = itertools.groupby(zip(written.tolist(), tokens, strict=True), key=operator.itemgetter(0))
     return [text([token for _, token in turn]) for own, turn in turns if own]
+
+
+def _own(trajectory: Trajectory) -> Array:
+    """bool [length]: what the model, or the demonstration, wrote."""
+    origin = np.asarray(trajectory.columns["origin"])
+    own: Array = (origin == Origin.SAMPLED) | (origin == Origin.DEMONSTRATION)
+    return own
 
 
 def read_samples(folder: Path, side: str, step: int) -> Iterator[dict[str, Any]]:
@@ -83,6 +104,6 @@ def read_samples(folder: Path, side: str, step: int) -> Iterator[dict[str, Any]]
         yield json.loads(line)
 
 
-def sampled_steps(folder: Path) -> list[int]:
-    """Steps that have training samples, ascending."""
-    return sorted(int(p.stem.removeprefix("step_")) for p in folder.glob("step_*.jsonl"))
+def sampled_steps(folder: Path, side: str = "train") -> list[int]:
+    """Steps that have samples of that side, ascending."""
+    return sorted(int(p.stem.rpartition("_")[2]) for p in folder.glob(_prefix(side) + "_*.jsonl"))

@@ -124,7 +124,14 @@ class RunDir:
 
     def metrics(self) -> Iterator[dict[str, Any]]:
         """Lines of `metrics.jsonl`; a torn last line is skipped."""
-        file = self.path / "metrics.jsonl"
+        return self._lines("metrics.jsonl")
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """Lines of `events.jsonl`, alike."""
+        return self._lines("events.jsonl")
+
+    def _lines(self, name: str) -> Iterator[dict[str, Any]]:
+        file = self.path / name
         for line in file.read_text().splitlines() if file.exists() else ():
             try:
                 yield json.loads(line)

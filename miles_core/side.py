@@ -12,7 +12,7 @@ from miles_core.errors import StarvedError
 from miles_core.ledger import Ledger, Open
 
 #: What tells one failed episode from another; their reasons are counted without it.
-IDS = re.compile(r"((task .*?), episode .*?): |, trajectories .*|(?<=request|episode) '[^']*'")
+IDS = re.compile(r"((task .*?), episode .*?): |, (?:trajectories|answer) .*|(?<=request|episode) '[^']*'")
 
 
 class Side:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections import Counter
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.panel import Panel
 from rich.text import Text
 
 from miles_core.errors import ExportError, MissingExtraError, RunNotFoundError, blamed
@@ -23,6 +21,18 @@ WIDTH, HEIGHT = 60, 10  # characters; a braille character holds 2 x 4 dots
 Curve = list[tuple[int, float]]
 
 
+class Order(StrEnum):
+    """In which order rollouts are printed."""
+
+    varied = "varied"
+    best = "best"
+    worst = "worst"
+    longest = "longest"
+
+
+VARIED = Order.varied
+
+
 def show(
     run: Annotated[Path, typer.Argument(help="a run directory, e.g. runs/quickstart")],
     metric: Annotated[
@@ -32,10 +42,21 @@ def show(
         int | None, typer.Option(help="print the rollouts of this step; first and last where absent")
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="rollouts to print a step")] = 3,
+    evaluation: Annotated[bool, typer.Option("--eval", help="rollouts of evaluations, not of training")] = False,
+    order: Annotated[Order, typer.Option(help="which rollouts come first; varied takes every group in turn")] = VARIED,
+    best: Annotated[bool, typer.Option("--best", help="short for --order best")] = False,
+    worst: Annotated[bool, typer.Option("--worst", help="short for --order worst")] = False,
+    episode: Annotated[str, typer.Option(help="only episodes whose id holds this text, of every step")] = "",
+    verdict: Annotated[str, typer.Option(help="only episodes whose verdict begins so, e.g. wrong")] = "",
+    chars: Annotated[int, typer.Option(min=0, help="characters of a text that are printed; 0 for all")] = 1000,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="print the chosen rollouts as JSON lines, and no more")
+    ] = False,
     png: Annotated[Path | None, typer.Option(help="also write the curves as a PNG file")] = None,
 ) -> None:
-    """Print what a run was, its curves, and readable rollouts with prompt, answer, verdict and reward."""
-    from miles_core.rollouts import sampled_steps
+    """Print what a run was, its curves, and readable rollouts: prompt, answer, what was extracted from it, the verdict,
+    lengths, and how the reward came about."""
+    from miles_core.cli.episodes import Wanted, show_rollouts
     from miles_core.run import RunDir
 
     opened = RunDir.open(run)
@@ -43,17 +64,26 @@ def show(
     curves = read_curves(opened)
     if not curves:
         raise RunNotFoundError(f"{run} has no metrics yet", fix="wait for the first step, or look at events.jsonl")
-    console.print(Text(headline(opened)))
     chosen = metric or [name for name in ("rollout/reward", "eval/reward", "eval/loss") if name in curves]
     chosen = chosen or ["train/loss"]
     for name in chosen:
         if name not in curves:
             raise RunNotFoundError(f"{run} has no metric {name!r}", fix="choose one of " + ", ".join(sorted(curves)))
-        console.print(Text(draw(name, curves[name]) if len(curves[name]) >= FEW else listed(name, curves[name])))
-    steps = sampled_steps(opened.path / "rollouts")
-    wanted = [step] if step is not None else sorted({*steps[:1], *steps[-1:]})
-    for one in wanted:
-        _print_samples(console, opened, one, samples)
+    if not as_json:
+        console.print(Text(headline(opened)))
+        for name in chosen:
+            console.print(Text(draw(name, curves[name]) if len(curves[name]) >= FEW else listed(name, curves[name])))
+    wanted = Wanted(
+        side="eval" if evaluation else "train",
+        step=step,
+        samples=samples,
+        order=Order.best if best else Order.worst if worst else order,
+        episode=episode,
+        verdict=verdict,
+        chars=chars,
+        as_json=as_json,
+    )
+    show_rollouts(console, opened, wanted)
     if png is not None:
         write_png(png, {name: curves[name] for name in chosen})
         console.print(f"curve: {png}")
@@ -76,12 +106,7 @@ def headline(run: RunDir) -> str:
 def _status(run: RunDir) -> str:
     """How its newest process ended; `not ended` where it runs still, or was killed."""
     status = "not ended"
-    file = run.path / "events.jsonl"
-    for text in file.read_text().splitlines() if file.exists() else ():
-        try:
-            event = json.loads(text)
-        except ValueError:  # a torn last line
-            continue
+    for event in run.events():
         if event.get("type") in ("run_start", "run_end"):
             status = event.get("status") or "not ended"
     return str(status) if not str(status).startswith("MILES-") else f"stopped with {status}"
@@ -117,52 +142,6 @@ def draw(name: str, curve: Curve, width: int = WIDTH, height: int = HEIGHT) -> s
         label = f"{high:8.3f}" if index == 0 else f"{low:8.3f}" if index == height - 1 else " " * 8
         lines.append(f"{label} |" + "".join(chr(0x2800 + dots) for dots in row))
     return "\n".join(lines)
-
-
-def _print_samples(console: Console, run: RunDir, step: int, count: int) -> None:
-    from miles_core.rollouts import read_samples, sampled_steps
-
-    lines = list(read_samples(run.path / "rollouts", "train", step))
-    if not lines:
-        have = sampled_steps(run.path / "rollouts")
-        raise RunNotFoundError(
-            f"{run.path} has no rollouts of step {step}",
-            fix=f"choose --step {have[0]} to {have[-1]}" if have else "let the run train a step first",
-        )
-    console.print(f"\nrollouts of step {step}")
-    for line in _varied(lines)[:count]:
-        console.print(Panel(Text(describe(line)), title=Text(line["episode"]), title_align="left"))
-
-
-def _varied(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The first episode of every group, then the second of every group, and so on."""
-    seen: Counter[str] = Counter()
-    ranked: list[tuple[int, int, dict[str, Any]]] = []
-    for line in lines:
-        group = line["episode"].rpartition("/")[0]
-        ranked.append((seen[group], len(ranked), line))
-        seen[group] += 1
-    return [line for _, _, line in sorted(ranked, key=lambda row: row[:2])]
-
-
-def describe(line: dict[str, Any]) -> str:
-    """One episode as text: prompt, answers, verdict, lengths, and why the reward was what it was."""
-    rows = [f"prompt    {line['prompt']}"]
-    rows += [f"answer    {turn}" for turns in line["turns"] for turn in turns]
-    if line["expected"] is not None:
-        rows.append(f"expected  {line['expected']}")
-    rows += [f"· {key:7} {value}" for key, value in line["info"].items()]
-    rows += [f"{'+ ' + key:9} {value}" for key, value in line["components"].items()]
-    detail = ", ".join(filter(None, (line["status"], "/".join(line["finish"]), f"{sum(line['tokens'])} tokens")))
-    if line["versions"] or line["reward"] is not None:
-        reward = "none" if line["reward"] is None else f"{line['reward']:g}"
-        by = f"; sampled by {', '.join(line['versions'])}" if line["versions"] else ""
-        rows.append(f"reward    {reward} ({detail}{by})")
-    else:  # a demonstration
-        rows.append(f"length    {detail}")
-    if line["error"]:
-        rows.append(f"error     {line['error']}")
-    return "\n".join(rows)
 
 
 def write_png(path: Path, curves: dict[str, Curve]) -> None:

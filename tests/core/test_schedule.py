@@ -198,7 +198,7 @@ def test_failed_episodes(folder, then):
     sizes = []
 
     class Watch:
-        def write(self, policy, step, split, groups):
+        def write(self, policy, step, split, groups, learnt):
             sizes.extend(len(g.episodes) for g in groups)
 
     sim.rollouts = Watch()

@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from miles_core.cli.show import describe
+from miles_core.cli.episodes import describe
 from miles_core.errors import CombinationError, LearnerError, RewardError, RunExistsError, StarvedError
 from miles_core.testing.toys.backend import ToyBackend
 

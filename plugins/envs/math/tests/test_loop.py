@@ -75,7 +75,7 @@ def test_hostile_answers_are_counted_and_the_run_goes_on(run, monkeypatch):
     monkeypatch.setattr(environment, "find", meant)
     metrics, events, samples = run(sums(2), "env.extract=[last_line]")
     failed = [event["why"] for event in events if event["type"] == "episode_failed"]
-    assert failed and all("VerifierError: math-verify could not judge the answer" in why for why in failed)
+    assert failed and all("VerifierError: math-verify could not judge it" in why for why in failed)
     assert any("took longer than 0.3 s" in why for why in failed)
     assert events[-1]["status"] == "finished" and len([m for m in metrics if "rollout/reward" in m]) == 2
     judged = {line["info"]["verdict"] for line in samples if line["status"] != "failed"}

@@ -148,13 +148,13 @@ def test_hostile_answers_cost_an_episode_at_most(answer):
     try:
         assert score(environment, "5", answer).reward == 0.0
     except VerifierError as failed:
-        assert str(failed).startswith("math-verify could not judge the answer: ")
+        assert str(failed).startswith("math-verify could not judge it: ")
     assert score(environment, "5", "5").reward == 1.0  # the next one is judged as ever
 
 
 def test_an_answer_without_end_is_counted_with_its_reason():
     environment = env(extract=["last_line"], deadline_s=1.0)
-    with pytest.raises(VerifierError, match=r"could not judge the answer: took longer than 1 s"):
+    with pytest.raises(VerifierError, match=r"could not judge it: took longer than 1 s"):
         score(environment, "5", "(((((9^9)^9)^9)^9)^9)^9 + 100000000!")
     zero = env(extract=["last_line"], deadline_s=1.0, unjudged="zero")
     judged = score(zero, "5", "(((((9^9)^9)^9)^9)^9)^9 + 100000000!")

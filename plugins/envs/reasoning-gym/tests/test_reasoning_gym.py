@@ -294,7 +294,7 @@ def test_a_verifier_that_misbehaves_fails_its_episode_alone(what, says):
     task = environment.tasks("train").task(0)
     with pytest.raises(VerifierError) as failed:
         score(environment, task, "bad")
-    assert str(failed.value) == f"the verifier of misbehaving {says}"
+    assert str(failed.value) == f"the verifier of misbehaving {says}, answer 'bad'"
     assert score(environment, task, task.answer).reward == 1.0  # the next one is judged as ever
 
 

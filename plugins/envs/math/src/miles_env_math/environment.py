@@ -225,7 +225,7 @@ class MathEnvironment:
             told = {"raised": str(lost)}
         if "raised" in told:
             if self.config.unjudged is Unjudged.fail:
-                raise VerifierError(f"math-verify could not judge the answer: {told['raised']}")
+                raise VerifierError(f"math-verify could not judge it: {told['raised']}, answer {answer[:80]!r}")
             return self._scored(False, found, "unjudged", f"math-verify could not judge it: {told['raised']}")
         why = found.why if told["read"] or told["equal"] else f"{found.why}; no mathematics in it"
         read = {"read": told["read"]} if told["read"] not in ("", answer) else {}

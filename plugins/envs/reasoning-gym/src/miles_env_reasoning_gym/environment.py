@@ -251,11 +251,14 @@ class ReasoningGym:
         told = await self._verdict(entry, task, found.answer)
         if "score" not in told:
             if config.unjudged is Unjudged.fail:
-                raise VerifierError(f"the verifier of {entry.name} {told['unjudged']}")
+                raise VerifierError(f"the verifier of {entry.name} {told['unjudged']}, answer {found.answer[:80]!r}")
             return self._scored(0.0, found, "unjudged", f"the verifier {told['unjudged']}", context)
         score = told["score"]
         if not 0.0 <= score <= 1.0:
-            raise VerifierError(f"the verifier of {entry.name} returned {score:g}, outside its stated range of 0 to 1")
+            raise VerifierError(
+                f"the verifier of {entry.name} returned {score:g}, outside its stated range of 0 to 1, answer"
+                f" {found.answer[:80]!r}"
+            )
         verdict = "right" if score == 1.0 else "wrong" if score == 0.0 else f"partly right ({score:.3g})"
         return self._scored(score, found, verdict, found.why, context)
 

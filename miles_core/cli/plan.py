@@ -83,10 +83,12 @@ def plan(
 
 
 def _parts(run_file: RunFile, catalogue: Catalogue) -> list[list[str]]:
+    from miles_core.config.schema import is_on
+
     rows = []
     for part in run_file.parts():
         entry = catalogue.find(part.kind, part.use)
-        off = " (coefficient 0: not built)" if getattr(part.core, "coef", 1.0) == 0 else ""
+        off = "" if is_on(part) else " (coefficient 0: not built)"
         rows.append([part.at, part.kind, part.use + off, entry.distribution, entry.version])
     return rows
 
@@ -122,11 +124,16 @@ def _models(run_file: RunFile, catalogue: Catalogue, path: Path) -> list[str]:
     lines = []
     for policy, roles in prepared.wiring.sources.items():
         for role, source in roles.items():
-            lines.append(f"{policy}/{role}: {source.asked} -> {_size(source, engines if role == 'actor' else 0)}")
+            keys = run_file.policies[policy].roles[role]
+            if keys.update in ("shares", "adapter_off"):
+                lines.append(f"{policy}/{role}: {keys.update.value} the model of {keys.init}")
+                continue
+            size = _size(source, engines if role == "actor" else 0, trained=keys.update == "trained")
+            lines.append(f"{policy}/{role}: {source.asked} -> {size}")
     return lines
 
 
-def _size(source: ModelSource, engines: int) -> str:
+def _size(source: ModelSource, engines: int, *, trained: bool) -> str:
     if source.folder is None:
         return f"drawn at random as {source.architecture['model_type']}; its size is known once it is built"
     nbytes = parameters = 0
@@ -141,8 +148,9 @@ def _size(source: ModelSource, engines: int) -> str:
                     count *= side
                 parameters += count
     traffic = f"; {nbytes * engines / 2**20:.1f} MiB to {engines} engine(s) a publication" if engines else ""
-    training = 16 * parameters / 2**20  # float32 weight, gradient and two moments
-    return f"{source.folder}, {parameters / 1e6:.2f} M parameters, {training:.0f} MiB to train in float32{traffic}"
+    held = (16 if trained else 4) * parameters / 2**20  # float32 weight; gradient and two moments beside it
+    what = "to train" if trained else "to hold"
+    return f"{source.folder}, {parameters / 1e6:.2f} M parameters, {held:.0f} MiB {what} in float32{traffic}"
 
 
 def promises(run_file: RunFile, catalogue: Catalogue) -> list[Promise]:

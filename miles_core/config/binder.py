@@ -125,6 +125,8 @@ class Binder:
         roles: dict[str, RoleConfig] = {}
         for name, section in {**given, "actor": actor}.items():
             path = (*prefix, "roles", name)
+            if getattr(section.get("optimizer"), "value", section) is None:  # as for a part: null removes it
+                section = {key: value for key, value in section.items() if key != "optimizer"}
             role = bind(RoleConfig, unwrap(section), ".".join(path))
             values = plain(role)
             if name == "actor":

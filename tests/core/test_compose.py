@@ -256,6 +256,9 @@ def test_the_optimizer_section_is_the_actors(compose):
     assert compose(BASE, "optimizer.lr=0.5").policies["main"].roles["actor"].optimizer.lr == 0.5
     run = compose(BASE, "roles.actor.optimizer.lr=0.25")
     assert run.policies["main"].roles["actor"].optimizer.lr == 0.25 and run.tree["optimizer"]["lr"] == 0.25
+    critic = "roles: {critic: {init: actor, update: trained, head: value, optimizer: {lr: 0.1}}}\n"
+    shared = compose(BASE + critic, "roles.critic.update=shares", "roles.critic.optimizer=null")
+    assert shared.policies["main"].roles["critic"].update == "shares"
     message = refused(CombinationError, compose, BASE, "optimizer.lr=0.5", "roles.actor.optimizer.lr=0.25")
     assert message == "optimizer and roles.actor.optimizer are one section, given twice\nFix: keep one"
 

@@ -2,8 +2,11 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 import threading
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -84,6 +87,17 @@ def test_a_critic_of_its_own_warms_up_first(run):
     for name in ("value/clipped", "value/abs_error", "gae/return", "reward_kl/kl", "whiten/std"):
         assert len(curve(f"train/{name}")) == 4, name
     assert curve("train/reward_kl/kl")[0] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_plan_says_whose_model_a_role_is(tmp_path):
+    """And which parts a coefficient of 0 leaves out; what follows another model has no optimizer."""
+    file = tmp_path / "run.yaml"
+    file.write_text(BASE + SAMPLED + PPO.replace("reward_kl: {coef: 0.01}", "whiten: {}") + SHARED)
+    done = subprocess.run([Path(sys.executable).with_name("miles"), "plan", str(file)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    assert "main/critic: shares the model of actor" in lines
+    assert any("reward_kl (coefficient 0: not built)" in line for line in lines)
 
 
 def test_a_shared_critic_learns_and_a_resumed_run_repeats_it(run):

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from miles_core.cli.accounting import check_history
 from miles_core.config.schema import EvalConfig, ScheduleConfig
 from miles_core.errors import DeadlineError, JournalError, LedgerError, RecordError, StarvedError
-from miles_core.history import check_history
 from miles_core.journal import read
 from miles_core.ledger import Lease, Ledger, Open
 from miles_core.records import Task

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from miles_core.cli.accounting import check_history
 from miles_core.config.schema import EvalConfig, ScheduleConfig
 from miles_core.errors import JournalError, StoppedError
-from miles_core.history import check_history
 from miles_core.journal import read
 from miles_core.testing.simulation import Disk, Scenario, Simulation, imbalances
 

@@ -60,6 +60,17 @@ def test_the_documented_policies_bind(tmp_path):
     assert list(load(tmp_path / "two.yaml").policies) == ["first", "second"]
 
 
+def test_the_documented_preferences_and_critics_bind(tmp_path):
+    for number, text in enumerate(blocks("docs/how-to/preferences.md", "yaml")):
+        (tmp_path / f"{number}.yaml").write_text(text)
+    assert [load(tmp_path / f"{n}.yaml").policies["main"].algorithm.preset for n in range(2)] == ["sft", "dpo"]
+    own, shared = blocks("docs/how-to/critic.md", "yaml")
+    roles = re.compile(r"^roles:\n(  .*\n)+", re.MULTILINE)
+    for text, update in ((own, "trained"), (roles.sub(shared, own), "shares")):
+        (tmp_path / "ppo.yaml").write_text(text)
+        assert load(tmp_path / "ppo.yaml").policies["main"].roles["critic"].update == update
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/tutorials/first-run.md"])
 def test_the_documented_run_file_is_the_recipe(tmp_path, page):
     (tmp_path / "shown.yaml").write_text(blocks(page, "yaml")[0])

@@ -17,7 +17,7 @@ from typing import Any
 
 from miles_core.config.schema import Part
 from miles_core.contracts.model import ModelResolver, ModelSource
-from miles_core.discovery import Catalogue, scan
+from miles_core.discovery import OURS, Catalogue, scan
 from miles_core.errors import MissingExtraError, ModelSourceError, PluginContractError
 from miles_core.provider import BuildContext, Place
 
@@ -123,7 +123,8 @@ def _resolver(asked: str, base: Path | None, catalogue: Catalogue) -> str:
     if path is not None and path.is_dir():
         return ""
     names = (asked[: asked.find(":") + 1], Path(asked).suffix)
-    return next((name for name in names if name in catalogue.names("model")), "")
+    known = {*catalogue.names("model"), *(o.removeprefix("model:") for offers in OURS.values() for o in offers)}
+    return next((name for name in names if name in known), "")  # of ours and not installed: loading it says how to
 
 
 def _resolve(asked: str, name: str, seed: int, cache: Path, catalogue: Catalogue, deadline_s: float) -> Path:

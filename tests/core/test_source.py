@@ -7,7 +7,7 @@ import pytest
 
 from miles_core.config.schema import ModelKeys, Part
 from miles_core.config.source import resolve_source
-from miles_core.errors import MissingExtraError, ModelSourceError
+from miles_core.errors import MissingExtraError, ModelSourceError, UnknownPluginError
 
 
 def hf(folder):
@@ -162,6 +162,16 @@ def test_a_file_that_nothing_resolves(resolve, tmp_path):
     (tmp_path / "model.bin").write_text("")
     error = refused(resolve, source="model.bin")
     assert error.message == "model.source 'model.bin' is a file; suffixes that installed plugins resolve: .gguf"
+
+
+@pytest.mark.parametrize("source", ["model.gguf", "gguf:some_package"])
+def test_a_kind_of_source_that_a_plugin_of_ours_would_resolve(plugins, tmp_path, monkeypatch, source):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.gguf").write_text("")
+    part = Part(kind="model", name="m", use="causal-lm", options=None, core=ModelKeys(source=source))
+    with pytest.raises(UnknownPluginError) as caught:
+        resolve_source(part, 0, run_loader=never, catalogue=plugins.catalogue())
+    assert caught.value.fix == "pip install miles-model-gguf"
 
 
 def hub(tmp_path, monkeypatch, body):

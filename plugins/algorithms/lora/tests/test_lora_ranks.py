@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-CASES: dict[str, dict[str, Any]] = {"blocks": {"unit_mib": 0, "checkpointing": True, "micro_tokens": 30}, "dora": {}}
+CASES: dict[str, dict[str, Any]] = {"dora": {"unit_mib": 0, "checkpointing": True, "micro_tokens": 30}}
 
 
 def run(case: str, folder: Path, rank: int, ranks: int) -> None:

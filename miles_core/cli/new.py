@@ -113,6 +113,8 @@ def _provider(facts: Mapping[str, Any], field: str) -> str:
         words = ", ".join(f'"{word}"' for word in facts.get(key, ()))
         if words:
             lines.append(f"{key}=({words}{',' * (len(facts[key]) == 1)}),")
+    if field or (facts["family"] == "algo" and facts["module"] == "preset"):
+        lines.append('explain="to be written: the formula first, then the paper, then what differs from it",')
     return "".join(f"\n        {line}" for line in lines)
 
 

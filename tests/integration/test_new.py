@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from miles_core import API_VERSIONS, discovery
+from miles_core.contracts.extension import EXTENSION_METHODS
 from miles_core.testing import run_suite
 from miles_core.testing.runner import SUITES
 
@@ -20,6 +21,7 @@ ALL = [
     *((kind, f"new-{kind[0]}-{field}", field) for kind, field in SUITES if field),
     ("model", ".newfile", ""),
 ]
+LONG = "a-name-that-is-as-long-as-any"
 
 
 def wheel(project: Path, site: Path) -> None:
@@ -47,6 +49,13 @@ def made(tmp_path_factory):
         assert f"miles conformance {kind}:{name} " in done.output
     for project in folder.iterdir():
         wheel(project, site)
+    for number, (kind, name, field) in enumerate(ALL):  # names as long as may be: lines still fit
+        long, extra = folder / f"long/{number}", ["--field", field] if field else []
+        long.mkdir(parents=True)
+        name = f".{LONG}" if name.startswith(".") else LONG
+        assert (
+            CliRunner().invoke(app, ["new", kind, name, "--dir", str(long), "--prefix", "acme", *extra]).exit_code == 0
+        )
     before = list(sys.path)
     sys.path.insert(0, str(site))
     discovery._scanned = None
@@ -87,6 +96,11 @@ def test_comments_say_what_to_write(made):
         for at, line in enumerate(lines):
             if "NotImplementedError" in line:
                 assert lines[at - 1].strip().startswith("#"), f"{file.name}:{at + 1}"
+
+
+def test_an_extension_is_offered_every_method(made):
+    text = next(made.glob("*new-extension/src/*/extension.py")).read_text()
+    assert all(f"def {method}(" in text for method in EXTENSION_METHODS)
 
 
 # --- names -----------------------------------------------------------------------------------------------------------

@@ -41,7 +41,8 @@ class Rollouts:
     ) -> None:
         """`side` is `train` or `eval`; `learnt` says what training made of an episode (`Learner.learnt`). Raises
         `TrackerError` where the file cannot be written."""
-        shown = [(group, episode) for group in groups[:GROUPS_A_STEP] for episode in group.episodes[:EPISODES_A_GROUP]]
+        most = GROUPS_A_STEP if side == "train" else GROUPS_A_STEP * EPISODES_A_GROUP  # evaluations have groups of one
+        shown = [(group, episode) for group in groups[:most] for episode in group.episodes[:EPISODES_A_GROUP]]
         fix = "see the cause with --traceback, mend it, then go on with --resume"
         with blamed(f"samples of step {step} could not be written to {self.folder}", TrackerError, fix):
             lines = [_ENCODE(_line(g, e, self.text[policy], learnt.get(e.id, {}))) + "\n" for g, e in shown]

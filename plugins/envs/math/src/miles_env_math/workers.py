@@ -158,7 +158,7 @@ class _Nursery:
         finally:
             theirs.close()
         self._close = weakref.finalize(self, _closed, process, ours)
-        self._control = _Child(ours)
+        self._control = _Child(ours, process.pid)
         try:
             told = self._control.told(START_DEADLINE_S)
         except (OSError, EOFError) as error:

@@ -84,7 +84,7 @@ def _built(spec: dict[str, Any], seed: int) -> Any:
 
     name, options = spec["name"], dict(spec["options"])
     if name not in DATASETS:
-        near = difflib.get_close_matches(name, DATASETS, 5, 0.5)
+        near = difflib.get_close_matches(name, DATASETS, 3, 0.6)
         what = f"write {near[0]}, if that was meant" if near else "choose one of " + ", ".join(sorted(DATASETS))
         also = f"; close ones: {', '.join(near)}" if near else ""
         raise Refused(f"reasoning-gym has no data set {name!r}{also}", what)

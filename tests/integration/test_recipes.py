@@ -18,10 +18,10 @@ FILES = sorted(f for f in RECIPES.rglob("*.yaml") if f.name != "all.yaml")  # th
 @pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(RECIPES)))
 def test_run_files_are_valid(file):
     run_file = load(file)
-    (policy,) = run_file.policies.values()
-    keys = policy.model.core
-    if keys.architecture is not None:
-        assert keys.architecture["vocab_size"] == 2 + len(keys.alphabet)
+    for policy in run_file.policies.values():
+        keys = policy.model.core
+        if keys.architecture is not None:
+            assert keys.architecture["vocab_size"] == 2 + len(keys.alphabet)
 
 
 def test_own_data_is_what_the_page_says():

@@ -90,3 +90,12 @@ def test_the_documented_reward_is_composed(tmp_path, monkeypatch, toy_text, toy)
 def test_documented_install_lines_exist():
     for line in re.findall(r"-e (plugins/\S+)", (ROOT / "docs/tutorials/own-data.md").read_text()):
         assert tomllib.loads((ROOT / line / "pyproject.toml").read_text())["project"]["name"] == "miles-env-jsonl"
+
+
+def test_the_documented_ways_to_read_rollouts(toy, miles):
+    toy("run.steps=3", "eval={every: 1, tasks: 4}")
+    commands = [line.split("  ")[0] for line in blocks("docs/how-to/read-rollouts.md", "sh")[0].splitlines()]
+    assert len(commands) == 7
+    for command in commands:
+        said = miles(*command.replace("RUN", "runs/toy").replace("train:0#", ":train:").split()[1:])
+        assert said.code == 0 and "toy:" in said.out, (command, said)

@@ -1,5 +1,6 @@
 """Every distribution has the same shape, and every list of them is complete."""
 
+import re
 import subprocess
 import tomllib
 from pathlib import Path
@@ -21,7 +22,7 @@ def test_package_shape(folder):
         assert (folder / file).exists(), file
     assert list(folder.glob("tests/test_*.py"))
     assert project["version"] and "version" not in project.get("dynamic", [])
-    assert any(d.startswith("miles-core>=") and ",<" in d for d in project["dependencies"])
+    assert any(re.match(r"miles-core(\[\w+\])?>=", d) and ",<" in d for d in project["dependencies"])
     for dependency in project["dependencies"]:
         assert "<" in dependency, f"{dependency} has no upper bound"
     groups = project["entry-points"]

@@ -42,14 +42,14 @@ class Place:
 
 @dataclass(slots=True)
 class Stack:
-    """The adapters of one product. `a` [R, in], `b` [R, out] (B transposed), `owner` int64 [R]: whose each row is.
+    """The adapters of one product. `a` [R, in], `b` [R, out] (B transposed), `owner`: whose each row is.
 
     `runs`: adapter -> its rows; `rows`: (adapter, projection) -> its rows.
     """
 
     a: torch.Tensor
     b: torch.Tensor
-    owner: torch.Tensor
+    owner: tuple[int, ...]
     runs: dict[int, slice] = field(default_factory=dict)
     rows: dict[tuple[int, str], slice] = field(default_factory=dict)
 
@@ -175,7 +175,7 @@ class Adapters:
             owner += [number] * (count - begun)
             if count > begun:
                 runs[number] = slice(begun, count)
-        return Stack(torch.cat(parts_a), torch.cat(parts_b), torch.tensor(owner), runs, rows)
+        return Stack(torch.cat(parts_a), torch.cat(parts_b), tuple(owner), runs, rows)
 
     def digests(self, policy: str, specs: Sequence[TensorSpec]) -> Mapping[str, tuple[str, ...]]:
         """xxh3-128 of each piece, read from the stacks that the engine computes with."""
@@ -212,7 +212,7 @@ class Mix:
 
     def __init__(self, stacks: Mapping[tuple[int, str], Stack], only: int, which: torch.Tensor | None) -> None:
         self._stacks, self._only, self._which = stacks, only, which
-        self._masks: dict[bytes, torch.Tensor] = {}
+        self._masks: dict[tuple[int, ...], torch.Tensor] = {}
 
     def add(self, layer: int, product: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """y + B A x, in place; `x` [n, in], `y` [n, out]."""
@@ -222,12 +222,11 @@ class Mix:
         if self._which is None:
             run = stack.runs.get(self._only)
             return y if run is None else y.addmm_(x @ stack.a[run].t(), stack.b[run])
-        low = torch.where(self._mask(stack.owner, self._which), x @ stack.a.t(), 0.0)
+        low = (x @ stack.a.t()).mul_(self._mask(stack.owner, self._which, x.dtype))
         return y.addmm_(low, stack.b)
 
-    def _mask(self, owner: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
-        """bool [n, R]; most layers have the same owners, so one mask serves them."""
-        key = owner.numpy().tobytes()
-        if key not in self._masks:
-            self._masks[key] = which[:, None] == owner[None]
-        return self._masks[key]
+    def _mask(self, owner: tuple[int, ...], which: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """[n, R] of 1 where the row of the stack is the row's own, else 0; most layers share one."""
+        if owner not in self._masks:
+            self._masks[owner] = (which[:, None] == torch.tensor(owner)).to(dtype)
+        return self._masks[owner]

@@ -193,7 +193,10 @@ def _probe(name: str, env: Any, renderer: Any, model: ModelSource, *, evaluates:
                 task = source.task(0)
         except LateDataError as error:
             raise DataError(error.message, fix=error.fix) from error
-        _fits(model, renderer, task.id, renderer.prompt(task.prompt))
+        fix = "see where with --traceback, then mend the renderer or use another"
+        with blamed(f"the renderer cannot render task {task.id!r}", PluginContractError, fix):
+            ids = renderer.prompt(task.prompt)
+        _fits(model, renderer, task.id, ids)
 
 
 def _fits(model: ModelSource, renderer: Any, task: str, ids: Sequence[int]) -> None:

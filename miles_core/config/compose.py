@@ -19,8 +19,10 @@ from miles_core.config.layers import ALGORITHM_KEYS, Tree, layer, merge, section
 from miles_core.config.reading import read_origins, read_overrides, read_yaml
 from miles_core.config.schema import RunFile
 from miles_core.discovery import Catalogue, scan
-from miles_core.errors import ConfigError, PluginContractError
+from miles_core.errors import ConfigError, PluginContractError, blamed
 from miles_core.provider import BuildContext, Place
+
+TRACED = "see where with --traceback, then mend or leave out that plugin"
 
 
 def load(
@@ -96,7 +98,9 @@ def _over_preset(section: Tree, path: str, catalogue: Catalogue, above: tuple[st
     provider = catalogue.load("algorithm", name).provider
     options = {k: unwrap(v) for k, v in section.items() if k not in ALGORITHM_KEYS}
     no_context: Any = None  # a preset is a pure function of its options
-    built = provider.build(bind(provider.config, options, path, also=sorted(ALGORITHM_KEYS)), no_context)
+    chosen = bind(provider.config, options, path, also=sorted(ALGORITHM_KEYS))
+    with blamed(f"{path}: the preset {name!r} failed", PluginContractError, TRACED):
+        built = provider.build(chosen, no_context)
     stray = [key for key in built if key not in ALGORITHM_KEYS] if isinstance(built, Mapping) else [built]
     if stray:
         raise PluginContractError(
@@ -114,9 +118,10 @@ def _on_config(draft: Tree, name: str, catalogue: Catalogue) -> Mapping[str, Any
     part = Binder(catalogue).part(("extensions", name), sections(draft, "extensions")[name])
     unready: Any = None
     context = BuildContext(place=Place.CONTROLLER, name=name, run=unready)
-    extension = catalogue.load("extension", part.use).provider.build(part.options, context)
     plain = unwrap(draft)
-    changes = extension.on_config(plain) if hasattr(extension, "on_config") else {}
+    with blamed(f"extensions.{name}: the extension failed", PluginContractError, TRACED):
+        extension = catalogue.load("extension", part.use).provider.build(part.options, context)
+        changes = extension.on_config(plain) if hasattr(extension, "on_config") else {}
     if not isinstance(changes, Mapping):
         raise PluginContractError(
             f"on_config of extension {name!r} returned a {type(changes).__name__}", fix="return a mapping of changes"

@@ -103,6 +103,34 @@ def test_an_extension_is_offered_every_method(made):
     assert all(f"def {method}(" in text for method in EXTENSION_METHODS)
 
 
+#: kind -> what chooses the scaffold of that kind in the toys' run file.
+CHOSEN = {
+    "stage": "algorithm.advantage={use: new-s-advantage}",
+    "env": "env={use: new-env}",
+    "sync": "sync={use: new-sync}",
+    "rollout": "rollout={use: new-rollout, max_new_tokens: 2}",
+    "tracker": "trackers={new-tracker: {}}",
+    "backend": "backend={use: new-backend}",
+    "extension": "extensions={new-extension: {}}",
+    "filter": "algorithm.filters={new-filter: {}}",
+    "term": "algorithm.loss={use: new-t-loss}",
+    "launcher": "launcher={use: new-launcher}",
+    "renderer": "renderer=new-renderer",
+    "algorithm": "algorithm={use: new-algorithm}",
+    "tokenizer": "model={use: toy, tokenizer: new-tokenizer, architecture: {model_type: toy}}",
+    "model": "model={use: new-model, tokenizer: toy, architecture: {model_type: toy}}",
+}
+
+
+@pytest.mark.parametrize("kind", CHOSEN)
+def test_a_run_that_needs_what_is_not_written_says_so(made, miles, kind):
+    """As any error of a plugin: one message about the part, never an internal error."""
+    more = ["sync.use=toy-socket", "rollout.use=toy-socket"] if kind == "launcher" else []
+    said = miles("run", "toy.yaml", "run.steps=1", CHOSEN[kind], *more)
+    assert said.code in (2, 3) and "NotImplementedError: not written yet: " in said.last, said.err
+    assert "internal error" not in said.err and "\nFix: " in said.last
+
+
 # --- names -----------------------------------------------------------------------------------------------------------
 
 

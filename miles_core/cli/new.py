@@ -65,7 +65,7 @@ def new(
     _write(made, files)
     missing = f"src/{distribution.replace('-', '_')}/{head['module']}.py"
     print(f"made {made}: {kind} plugin {name!r}{f', field {chosen}' if chosen else ''}")
-    print(f"  pip install --no-build-isolation -e {made}")
+    print(f"  pip install -e {made}")
     print(f"  miles conformance {kind}:{name}    # fails where {missing} says that something is not written yet")
 
 

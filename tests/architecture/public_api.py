@@ -27,7 +27,8 @@ MODULES = (
     *("__init__", "hookspecs", "provider", "errors", "records", "columns", "seeds", "config/schema"),
     *(f"contracts/{n}" for n in ("engine", "weights", "backend", "model", "learning", "environment", "rendering")),
     *("contracts/launcher", "contracts/extension", "weights"),
-    *(f"numerics/{n}" for n in ("host", "ratios", "kl", "views", "objective", "buckets", "distill")),
+    *sorted(f"numerics/{p.stem}" for p in CORE.glob("numerics/[!_]*.py")),
+    *("testing/suite", "testing/suites/worked"),
 )
 HOW = """
 The public API changed. docs/explanation/compatibility.md says what that means:

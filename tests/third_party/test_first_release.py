@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 FIRST = Path(__file__).parent / "first_release"
-DIGEST = "8fd5e6090b53eb96ce6e9440f3535c9b4acbe1733a380a7a3c66305490232466"
+DIGEST = "8c74ad68f64fb06709f54532cfd1ba87e65a6feeb7faae9b8d273cbb5f1fdc8c"
 PLUGINS = (
     *("stage:first", "stage:first-penalty", "term:first", "filter:first", "algorithm:first", "env:first"),
     *("scorer:first", "sync:first", "tracker:first", "extension:first", "renderer:first"),
+    *("rollout:first", "tokenizer:first", "model:.first"),
 )
 
 
@@ -42,6 +43,8 @@ def test_it_still_runs(here, site):
         "sync={use: first}",
         "renderer=first",
         "extensions={first: {}}",
+        "rollout={use: first, max_new_tokens: 2}",
+        "model={use: toy, tokenizer: first, architecture: {model_type: toy}}",
     )
     miles = here(site)
     said = miles("run", "toy.yaml", *chosen, "trackers={first: {}}", "run.steps=4", "run.checkpoint_every=2")

@@ -12,7 +12,7 @@ from miles_core.records import Score, Task
 class Tasks:
     def __init__(self, name, split):
         self.name, self.split = name, split
-        self.digits = range(0, 8) if split == "train" else range(8, 10)
+        self.digits = range(8) if split == "train" else range(8, 10)
         self.size = len(self.digits)
 
     def task(self, position):

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 class RoleSpec:
     """One model of a policy. `init` names the role whose weights it starts from; empty: its own `source`.
 
-    `update`: `trained` (has an optimizer), `frozen`, `copy` (every n steps), `ema`, `adapter_off`, `shares`.
+    `update`: `trained` (has an optimizer), `frozen`, `copy` (every n steps), `ema`, `adapter_off`
+    (the same module without its adapters), `shares` (another head on the same module, trained with it).
     """
 
     name: str
@@ -50,8 +51,8 @@ class Backend(Protocol):
     def score(self, batch: Batch, outputs: Sequence[Output]) -> Mapping[str, Array]:
         """Forward without gradient. Column name -> [units, …] on every rank.
 
-        Each output stands under `Output.column`. `bootstrap_value` is asked per unit: V at the unit, the head's output
-        at its own position.
+        Each output stands under `Output.column`. `bootstrap_value` is V at the last unit of each trajectory that has
+        trainable units: the head's output at that very unit, and it stands there; what stands elsewhere is not read.
         """
 
     def update(self, minibatch: Batch, terms: Sequence[BoundTerm]) -> UpdateResult:

@@ -36,7 +36,8 @@ class ModelAdapter(Protocol):
     plain modules. `module` is whatever `build` returned."""
 
     def build(self, source: ModelSource, seed: int, *, head: str = "lm") -> Any:
-        """The module in float32, on CPU; `head` is `lm` or `value`. Same seed, same bits."""
+        """The module in float32, on CPU; `head` is `lm`, `value`, or `lm+value` (both on one trunk, where a role
+        shares another's module). Same seed, same bits."""
 
     def blocks(self, module: Any) -> Sequence[Any]:
         """Its repeated layers: what a backend shards and checkpoints one by one."""

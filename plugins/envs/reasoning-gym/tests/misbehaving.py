@@ -44,7 +44,7 @@ WAYS: dict[str, Callable[[], Any]] = {
     "below": lambda: -0.5,
     "nan": lambda: float("nan"),
     "none": lambda: None,
-    "memory": lambda: bytearray(1 << 40),
+    "memory": lambda: bytearray(1 << 33),
     "socket": socket.socket,
     "fork": os.fork,
     "exec": lambda: subprocess.run(["true"]),

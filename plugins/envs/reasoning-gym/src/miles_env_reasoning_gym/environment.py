@@ -42,7 +42,8 @@ def build(config: ReasoningGymConfig, context: BuildContext) -> ReasoningGym:
     policy = context.run.policies.get(context.policy)
     base = context.run.run.folder
     folders = [str(Path(f).resolve()) for f in (base, Path.cwd()) if f is not None]
-    asked = context.run.eval.tasks if context.run.eval.every is not None else 1
+    share = -(-context.run.eval.tasks // max(len(policy.envs) if policy is not None else 1, 1))
+    asked = share if context.run.eval.every is not None else 1
     environment = ReasoningGym(
         config,
         name=context.name,

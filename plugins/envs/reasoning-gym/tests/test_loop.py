@@ -51,16 +51,16 @@ def run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text(RUN.replace("MODULE", str(MODULE)))
 
-    def start(*overrides):
+    def start(*overrides, resume=False):
         run_file = load(tmp_path / "run.yaml", overrides, catalogue=scan())
-        asyncio.run(execute(run_file, scan(), threading.Event()))
+        asyncio.run(execute(run_file, scan(), threading.Event(), resume=resume))
+        folder = Path("runs") / run_file.run.name
         lines = {
-            name: list(map(json.loads, Path(f"runs/mine/{name}.jsonl").read_text().splitlines()))
+            name: list(map(json.loads, (folder / f"{name}.jsonl").read_text().splitlines()))
             for name in ("metrics", "events")
         }
-        samples = [
-            json.loads(line) for p in Path("runs/mine/rollouts").iterdir() for line in p.read_text().splitlines()
-        ]
+        files = sorted((folder / "rollouts").iterdir())
+        samples = [json.loads(line) for path in files for line in path.read_text().splitlines()]
         return lines["metrics"], lines["events"], samples
 
     return start
@@ -96,6 +96,17 @@ def test_evaluation_and_training_share_nothing(run):
     _, _, samples = run("env.options.items=1000", "eval.every=1", "eval.tasks=20", "run.steps=5")
     prompts = {split: {s["prompt"] for s in samples if f":{split}:" in s["episode"]} for split in ("train", "eval")}
     assert prompts["train"] and prompts["eval"] and not prompts["train"] & prompts["eval"]
+
+
+def test_a_curriculum_is_resumed_where_it_was(run):
+    stages = "[{options: {width: 3}}, {options: {width: 5}}, {options: {width: 7}}]"
+    moving = f"env.curriculum={{every: 5, stages: {stages}, review: 0.3}}"
+    _, _, whole = run(moving, "run.steps=6")
+    run(moving, "run.name=cut", "run.steps=3")
+    _, _, cut = run(moving, "run.name=cut", "run.steps=6", resume=True)
+    told = [[(s["episode"], s["prompt"], s["turns"]) for s in samples] for samples in (whole, cut)]
+    assert told[0] == told[1]
+    assert {len(s["prompt"]) for s in whole} == {4, 6, 8}
 
 
 @pytest.mark.parametrize(

@@ -125,8 +125,8 @@ def _rare_collections() -> Iterator[None]:
 def _resume(run_file: RunFile, path: Path, catalogue: Catalogue, holding: ExitStack) -> Resume:
     run = RunDir.open(path)
     holding.enter_context(run.hold())
+    check_lock(run.lock(), catalogue)  # first: another core may spell the same configuration with further keys
     changes = check_resume(run.tree(), run_file.tree, path)
-    check_lock(run.lock(), catalogue)
     checkpoint = run.latest()
     if checkpoint is not None and checkpoint.step >= run_file.run.steps:
         raise ResumeError(

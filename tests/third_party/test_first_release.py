@@ -1,9 +1,12 @@
 """A distribution as it was written against the first release still loads, conforms and runs. It is never edited."""
 
 import hashlib
+import shutil
 from pathlib import Path
 
 import pytest
+
+from miles_core.journal import read
 
 FIRST = Path(__file__).parent / "first_release"
 DIGEST = "8c74ad68f64fb06709f54532cfd1ba87e65a6feeb7faae9b8d273cbb5f1fdc8c"
@@ -67,3 +70,21 @@ def test_its_scorer_is_called_as_it_was_written(here, site):
         "algorithm.advantage={use: toy-kl-advantage}",
     )
     assert said.code == 0, said.err
+
+
+def test_a_run_directory_of_the_first_release_is_read(here, site, tmp_path):
+    """Curves, samples, journal and weights of a run of toys that the first release made."""
+    miles = here(site)
+    (tmp_path / "runs").mkdir()
+    shutil.copytree(FIRST.with_name("first_run") / "first", tmp_path / "runs/first")
+    said = miles("show", "runs/first")
+    assert said.code == 0 and "rollout/reward" in said.out, said.err
+    kinds = [frame.kind for frame in read(tmp_path / "runs/first/journal")]
+    assert kinds[0] == "segment" and kinds.count("trained") == 3 and kinds.count("group") == 6
+    assert miles("export", "runs/first", "folder").code == 0 and Path("folder/config.json").is_file()
+    assert "every promise held" in miles("audit", "runs/first").out
+    source = ("model.source=runs/first", "model.architecture=null")
+    said = miles("run", "toy.yaml", *source, "run.steps=1", "run.name=next")
+    assert said.code == 0, said.err
+    said = miles("run", "runs/first", "--resume", "run.steps=4")
+    assert said.code == 2 and said.err.startswith("MILES-E007: "), said.err  # other files than it was locked to

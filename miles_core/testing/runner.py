@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from miles_core.errors import UnknownPluginError, UntestableError, clause
+from miles_core.errors import PluginLoadError, UnknownPluginError, UntestableError, blamed, clause
+from miles_core.testing.pytest_plugin import overridden
 from miles_core.testing.suite import Conformance, Result, run_class
 
 #: (kind, field of the provider) -> the suite's name in `miles_core.testing`; "" for kinds without fields.
@@ -82,10 +83,15 @@ def run_suite(kind: str, name: str, options: Mapping[str, Any] | None = None) ->
         return run_class(type(suites[0].__name__, (suites[0],), given))
     if suites[0].__module__ == __name__:  # made above: nothing is shipped
         _usable(suites[0](), f"{kind}:{name}")
-    if len(suites) == 1:
-        return run_class(suites[0])
-    titles = {suite: suite.__name__.removesuffix("Conformance") for suite in suites}
-    return [replace(r, name=f"{titles[suite]}.{r.name}") for suite in suites for r in run_class(suite)]
+    titles = {suite: suite.__name__.removesuffix("Conformance") + "." for suite in suites if len(suites) > 1}
+    results = [(suite, _told(suite, result)) for suite in suites for result in run_class(suite)]
+    return [replace(result, name=titles.get(suite, "") + result.name) for suite, result in results]
+
+
+def _told(suite: type[Conformance], result: Result) -> Result:
+    """A test that the plugin replaced by its own says so where it passes: the kit cannot vouch for it."""
+    own = result.passed and overridden(suite, result.name)
+    return replace(result, detail="the plugin's own version of this test") if own else result
 
 
 def _usable(suite: Conformance, plugin: str) -> None:
@@ -108,5 +114,8 @@ def _shipped(module: str, plain: type[Conformance], kind: str, name: str) -> lis
     where = f"{package}.conformance"
     if not package or importlib.util.find_spec(where) is None:
         return []
-    classes = [v for v in vars(importlib.import_module(where)).values() if isinstance(v, type)]
+    with blamed(
+        f"{where}, which {kind} plugin {name!r} ships, cannot be imported", PluginLoadError, "mend that module"
+    ):
+        classes = [v for v in vars(importlib.import_module(where)).values() if isinstance(v, type)]
     return [c for c in classes if issubclass(c, plain) and c.kind == kind and c.name == name]

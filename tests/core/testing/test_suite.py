@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from miles_core.errors import MilesError, UnknownPluginError
+from miles_core.errors import MilesError, PluginLoadError, UnknownPluginError
 from miles_core.provider import Place, Provider
 from miles_core.testing import FilterConformance, run_suite
 from miles_core.testing.runner import SUITES, suites_of
@@ -190,7 +190,24 @@ def test_a_plugin_may_ship_its_own_suite(tmp_path, monkeypatch):
     found = _shipped("shipping.plugin", FilterConformance, "filter", "mine")
     assert [(c.__name__, c.options) for c in found] == [("Mine", {"size": 3}), ("Larger", {"size": 4})]
     assert _shipped("shipping.plugin", FilterConformance, "filter", "other") == []
+    (package / "conformance.py").write_text("import nowhere_at_all\n")
+    monkeypatch.delitem(sys.modules, "shipping.conformance")
+    with pytest.raises(PluginLoadError, match=r"shipping.conformance, which filter plugin 'mine' ships, cannot be imp"):
+        _shipped("shipping.plugin", FilterConformance, "filter", "mine")
     assert _shipped("miles_core.builtin.text", FilterConformance, "filter", "mine") == []
+
+
+def test_a_test_that_a_plugin_replaced_is_told_apart(monkeypatch):
+    class Own(FilterConformance):
+        name = "toy"
+
+        def test_verdicts(self):
+            """Looks at nothing."""
+
+    monkeypatch.setattr("miles_core.testing.runner.suites_of", lambda kind, name: [Own])
+    told = {r.name: r.detail for r in run_suite("filter", "toy")}
+    assert told["test_verdicts"] == "the plugin's own version of this test"
+    assert told["test_purity"] == "" and told["test_config"] == ""
 
 
 def test_importing_the_kit_is_light():

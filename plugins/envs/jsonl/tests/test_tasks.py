@@ -118,7 +118,7 @@ def test_slices_that_are_none():
             split_slice(text)
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(count=st.integers(1, 40), seed=st.integers(0, 5))
 def test_shuffling_goes_on_from_a_position(tmp_path_factory, count, seed):
     folder = tmp_path_factory.mktemp("s")
@@ -134,7 +134,7 @@ def test_shuffling_goes_on_from_a_position(tmp_path_factory, count, seed):
         assert order[:count] != [env(folder, seed=seed + 1).tasks("train").task(i).id for i in range(count)]
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(prompts=st.lists(st.integers(0, 15), min_size=1, max_size=40), fraction=st.floats(0.01, 0.99))
 def test_held_out_prompts_are_disjoint(tmp_path_factory, prompts, fraction):
     folder = tmp_path_factory.mktemp("s")

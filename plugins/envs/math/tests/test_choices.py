@@ -1,7 +1,7 @@
 """Which option an answer names."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from miles_env_math.choices import asked, letter_of, named
 
@@ -45,6 +45,7 @@ def test_equal_options_are_told_by_letter_only():
     assert letter_of("x", ("x", "x")) == "" and letter_of("B", ("x", "x")) == "B"
 
 
+@settings(deadline=None)
 @given(st.lists(st.text(alphabet="abc 123", min_size=1), min_size=2, max_size=26, unique=True), st.data())
 def test_every_option_is_asked_and_understood(options, data):
     number = data.draw(st.integers(0, len(options) - 1))

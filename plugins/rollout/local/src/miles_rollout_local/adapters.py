@@ -204,11 +204,11 @@ class Adapters:
             return None
         if len(present) == 1:
             return Mix(self.stacks, live[0], None)
-        return Mix(self.stacks, -1, torch.from_numpy(np.where(np.isin(which, live), which, -1)))
+        return Mix(self.stacks, -1, torch.from_numpy(which))
 
 
 class Mix:
-    """The adapters of one forward's rows: all rows have adapter `only`, or row i has `which[i]` (-1: none)."""
+    """The adapters of one forward's rows: all rows have adapter `only`, or row i has `which[i]`."""
 
     def __init__(self, stacks: Mapping[tuple[int, str], Stack], only: int, which: torch.Tensor | None) -> None:
         self._stacks, self._only, self._which = stacks, only, which

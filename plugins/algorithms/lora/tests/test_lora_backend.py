@@ -16,6 +16,7 @@ from lora_support import (
     LOGPROBS,
     REFERENCE,
     SOURCE,
+    Reinforce,
     backend,
     batch_of,
     extension,
@@ -29,6 +30,8 @@ from miles_algo_lora.config import Export, LoraConfig
 from miles_algo_lora.draft import LoraDraft
 from miles_algo_lora.merge import PEFT_PREFIX
 from miles_algo_lora.trainer import LoraTrainer
+from miles_core.columns import ColumnSpec, Level
+from miles_core.contracts.learning import BoundTerm, Output, TermOutput
 from miles_core.contracts.model import ModelSource
 from miles_core.errors import BackendError, CapabilityError, CheckpointError, CombinationError, WeightError
 
@@ -229,6 +232,45 @@ def test_what_cannot_be_adapted(options: dict[str, Any], error: type[Exception],
     roles = {"reference": {"init": "actor", "update": "frozen"}}
     with pytest.raises(error, match=message):
         backend(extension(roles, **options), roles)
+
+
+def test_what_is_trained_is_chosen_once() -> None:
+    linear = torch.nn.ModuleDict({"up_proj": torch.nn.Linear(2, 2), "down_proj": torch.nn.Linear(2, 2)})
+    first, second = extension(targets=["up_proj"]), extension(targets=["down_proj"])
+    first.model(linear, "actor", "main")
+    with pytest.raises(CombinationError, match="chosen twice"):
+        second.model(linear, "actor", "main")
+    with pytest.raises(CombinationError, match="two extensions adapt the layer 'up_proj'"):
+        extension().model(linear, "actor", "main")
+    with pytest.raises(CapabilityError, match="adapts torch modules; role 'actor' is a dict"):
+        first.model({}, "actor", "main")
+
+
+def test_a_critic_may_share_the_adapted_module() -> None:
+    roles = {"critic": {"init": "actor", "update": "shares", "head": "value"}, **ADAPTER_OFF}
+    made = backend(extension(roles), roles)
+    before = parameters(made)
+
+    class Regress(Reinforce):
+        needs, weighted = frozenset(), False
+
+        def __init__(self) -> None:
+            self.outputs = (Output(name="values", role="critic", grad=True),)
+
+        def __call__(self, view: Any) -> TermOutput:
+            return TermOutput(value=(view.out(self.outputs[0]) - 1.0) ** 2)
+
+    batch = batch_of()
+    batch = batch.with_columns(
+        {"weight.value": batch.columns["weight.policy"]},
+        [ColumnSpec(name="weight.value", level=Level.UNIT, dtype="float32")],
+    )
+    for _ in range(2):
+        made.update(batch, [*terms(beta=0.1), BoundTerm(name="value", term=Regress(), coef=1.0, role="critic")])
+    changed = moved(before, parameters(made))
+    assert "value.weight" in changed and all(".lora_" in name or name.startswith("value.") for name in changed)
+    assert not any(name.startswith("value") for name in stream(made))
+    made.close()
 
 
 def test_parameters_may_be_trained_whole_beside_the_adapters() -> None:

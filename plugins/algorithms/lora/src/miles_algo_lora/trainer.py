@@ -102,6 +102,12 @@ class LoraTrainer:
                 fix="use globs over these names, or over whole dotted names",
             )
         _refuse_layers(module, {name: linears[name] for name in chosen}, role)
+        if frozen := [name for name, p in module.named_parameters() if not p.requires_grad]:
+            raise CombinationError(
+                f"{len(frozen)} parameters of role {role!r} are frozen already, {frozen[0]!r} first: what is trained "
+                "was chosen twice (model.trainable, or two adapting extensions)",
+                fix="drop model.trainable; extensions.lora.targets and .train_also say what is trained",
+            )
         module.requires_grad_(False)
         trained = self._train_also(module, role)
         switch = Switch()

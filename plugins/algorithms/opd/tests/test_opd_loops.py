@@ -138,6 +138,17 @@ def test_a_model_learns_another_distribution(run: Any, support: str) -> None:
     assert kl[-1] < 0.7 * kl[0]
 
 
+def test_a_served_teacher_tells_its_top_and_a_model_learns_it(run: Any) -> None:
+    """The term reads what the scorer tells: ids, log-probabilities, and no rest."""
+    with Loopback(13, seed=3).serving() as teacher:
+        served = (SERVED % teacher.url).partition("algorithm")[0]
+        more = served + "algorithm: {use: opd_topk, distill: {k: 4, support: teacher}}\n"
+        metrics = run(REAL, more, "run.steps=6")
+        assert teacher.requests[0]["top_logprobs_num"] == 4
+    kl = values(metrics, "train/topk_kl")
+    assert kl[-1] < 0.8 * kl[0] and 0 < values(metrics, "train/topk_kl/teacher_mass")[0] < 1
+
+
 # --- refused before anything starts ---------------------------------------------------------------------------------
 
 

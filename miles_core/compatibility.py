@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from miles_core import __version__
 from miles_core.contracts import backend, engine, environment, extension, launcher, learning, model, rendering, weights
 from miles_core.discovery import CORE, Catalogue, Loaded, close
-from miles_core.errors import CapabilityError, LockError, MilesError, PluginContractError
+from miles_core.errors import CapabilityError, LockError, PluginContractError
 from miles_core.provider import Place
 from miles_core.treehash import distribution_hash
 
@@ -194,7 +194,7 @@ def _offering(capability: str, catalogue: Catalogue) -> Iterator[Any]:
             provider = catalogue.load(entry.kind, entry.name).provider
             if capability in provider.offered(provider.config()):
                 yield entry
-        except (MilesError, TypeError, ValueError):  # broken, or without a default config: no advice from it
+        except Exception:  # broken, or without a default config: no advice from it
             continue
 
 

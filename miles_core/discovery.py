@@ -27,6 +27,7 @@ from miles_core.errors import (
     AmbiguousPluginError,
     IncompatiblePluginError,
     MilesError,
+    MissingExtraError,
     PluginContractError,
     PluginLoadError,
     UnknownPluginError,
@@ -98,6 +99,21 @@ class Loaded:
 
     def __str__(self) -> str:
         return f"{self.kind} plugin {self.provider.name!r} ({self.distribution} {self.version})"
+
+    def build(self, options: Any, context: Any) -> Any:
+        """What the provider builds. Raises `MissingExtraError` where an import of it fails, and `PluginLoadError` for
+        whatever else it raises that is no error of Miles."""
+        try:
+            return self.provider.build(options, context)
+        except MilesError:
+            raise
+        except ImportError as error:
+            lacking = (error.name or "what it imports").partition(".")[0]
+            fix = f"pip install {lacking}, or the extra that {self.distribution} names for it"
+            raise MissingExtraError(f"{self} cannot be built: {error}", fix=fix) from error
+        except Exception as error:
+            fix = "see where with --traceback, then mend or leave out that plugin"
+            raise PluginLoadError(f"{self} cannot be built: {clause(error)}", fix=fix) from error
 
 
 def close(name: str, choices: Iterable[str]) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from miles_core.columns import CORE_COLUMNS, ColumnSpec
 from miles_core.compatibility import match_capabilities, plugin_lock
+from miles_core.config.binding import bind
 from miles_core.config.schema import Part
 from miles_core.config.source import RunLoader, resolve_source
 from miles_core.errors import DataError, LateDataError, ModelSourceError, PluginContractError, blamed
@@ -169,9 +170,8 @@ def build_renderer(wiring: Wiring, policy: Policy, place: Place) -> Any:
     tokenizer = None
     if keys.tokenizer is not None and source.tokenizer_folder is None:
         loaded = wiring.catalogue.load("tokenizer", keys.tokenizer)
-        part = Part(
-            kind="tokenizer", name=keys.tokenizer, use=keys.tokenizer, options=loaded.provider.config(), core=keys
-        )
+        options = bind(loaded.provider.config, {}, "model.tokenizer")
+        part = Part(kind="tokenizer", name=keys.tokenizer, use=keys.tokenizer, options=options, core=keys)
         tokenizer = wiring.build(part, place, policy=policy.name)
     return wiring.build(policy.renderer, place, policy=policy.name, model=source, tokenizer=tokenizer)
 

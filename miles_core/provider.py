@@ -93,8 +93,15 @@ class Provider(Generic[ConfigT, ProductT]):
 
     def required(self, config: ConfigT) -> frozenset[str]:
         """The capabilities that this provider needs from its counterpart under `config`."""
-        return frozenset(self.requires(config) if callable(self.requires) else self.requires)
+        return self._told("requires", self.requires, config)
 
     def offered(self, config: ConfigT) -> frozenset[str]:
         """The capabilities that this provider has under `config`."""
-        return frozenset(self.offers(config) if callable(self.offers) else self.offers)
+        return self._told("offers", self.offers, config)
+
+    def _told(self, what: str, words: Capabilities, config: ConfigT) -> frozenset[str]:
+        from miles_core.errors import PluginContractError, blamed
+
+        fix = f"mend {what} of that plugin's provider: an iterable of words, or a function of its config to one"
+        with blamed(f"plugin {self.name!r} cannot say what it {what}", PluginContractError, fix):
+            return frozenset(words(config) if callable(words) else words)

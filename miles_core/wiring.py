@@ -20,7 +20,7 @@ from miles_core.contracts.backend import Backend, RoleSpec
 from miles_core.contracts.learning import BoundTerm, Output, TermInfo, UpdateResult
 from miles_core.contracts.model import ModelSource
 from miles_core.discovery import Catalogue, scan
-from miles_core.errors import CapabilityError, MilesError, MissingExtraError
+from miles_core.errors import CapabilityError
 from miles_core.passes import PHASES
 from miles_core.provider import BuildContext, Place
 from miles_core.seeds import derive
@@ -70,16 +70,7 @@ class Wiring:
             core=part.core,
             **context,
         )
-        try:
-            product = loaded.provider.build(part.options, given)
-        except MilesError:
-            raise
-        except ImportError as error:
-            lacking = (error.name or "what it imports").partition(".")[0]
-            raise MissingExtraError(
-                f"{part.kind} {part.use!r} ({loaded.distribution} {loaded.version}) cannot be built: {error}",
-                fix=f"pip install {lacking}, or the extra that {loaded.distribution} names for it",
-            ) from error
+        product = loaded.build(part.options, given)
         if part.kind != "tracker":  # closed with the run's status, by whoever reports it
             self.built.append(product)
         check_product(loaded, place, product)

@@ -26,6 +26,7 @@ from miles_core.errors import (
     PluginContractError,
     UnknownKeyError,
     blamed,
+    clause,
 )
 
 T = TypeVar("T")
@@ -78,6 +79,10 @@ def bind(cls: type[T], values: Any, path: str, also: Sequence[str] = ()) -> T:
         return cls(**given)
     except (ValueError, TypeError) as error:
         raise ConfigRangeError(f"{path}: {error}", fix=f"change the values under {path}") from error
+    except Exception as error:
+        raise PluginContractError(
+            f"{path}: {cls.__name__} raised {clause(error)}", fix="an options class refuses values with ValueError"
+        ) from error
 
 
 def check_keys(path: str, keys: Iterable[str], known: Sequence[str]) -> None:

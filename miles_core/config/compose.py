@@ -22,8 +22,6 @@ from miles_core.discovery import Catalogue, scan
 from miles_core.errors import ConfigError, PluginContractError, blamed
 from miles_core.provider import BuildContext, Place
 
-TRACED = "see where with --traceback, then mend or leave out that plugin"
-
 
 def load(
     path: Path, overrides: Sequence[str] = (), *, catalogue: Catalogue | None = None, check: bool = True
@@ -95,12 +93,10 @@ def _over_preset(section: Tree, path: str, catalogue: Catalogue, above: tuple[st
         return section
     if name in above:
         raise ConfigError(f"{path}: presets build on each other in a circle: {', '.join(above)}", fix="use another")
-    provider = catalogue.load("algorithm", name).provider
+    loaded = catalogue.load("algorithm", name)
     options = {k: unwrap(v) for k, v in section.items() if k not in ALGORITHM_KEYS}
     no_context: Any = None  # a preset is a pure function of its options
-    chosen = bind(provider.config, options, path, also=sorted(ALGORITHM_KEYS))
-    with blamed(f"{path}: the preset {name!r} failed", PluginContractError, TRACED):
-        built = provider.build(chosen, no_context)
+    built = loaded.build(bind(loaded.provider.config, options, path, also=sorted(ALGORITHM_KEYS)), no_context)
     stray = [key for key in built if key not in ALGORITHM_KEYS] if isinstance(built, Mapping) else [built]
     if stray:
         raise PluginContractError(
@@ -118,9 +114,10 @@ def _on_config(draft: Tree, name: str, catalogue: Catalogue) -> Mapping[str, Any
     part = Binder(catalogue).part(("extensions", name), sections(draft, "extensions")[name])
     unready: Any = None
     context = BuildContext(place=Place.CONTROLLER, name=name, run=unready)
+    extension = catalogue.load("extension", part.use).build(part.options, context)
     plain = unwrap(draft)
-    with blamed(f"extensions.{name}: the extension failed", PluginContractError, TRACED):
-        extension = catalogue.load("extension", part.use).provider.build(part.options, context)
+    fix = "see where with --traceback, then mend or leave out that extension"
+    with blamed(f"on_config of extension {name!r} failed", PluginContractError, fix):
         changes = extension.on_config(plain) if hasattr(extension, "on_config") else {}
     if not isinstance(changes, Mapping):
         raise PluginContractError(

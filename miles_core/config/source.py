@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from miles_core.config.binding import bind
 from miles_core.config.schema import Part
 from miles_core.contracts.model import ModelResolver, ModelSource
 from miles_core.discovery import OURS, Catalogue, scan
@@ -131,7 +132,7 @@ def _resolve(asked: str, name: str, seed: int, cache: Path, catalogue: Catalogue
     loaded = catalogue.load("model", name)
     unready: Any = None
     context = BuildContext(place=Place.CONTROLLER, name=name, run=unready, seed=seed)
-    resolver = loaded.provider.build(loaded.provider.config(), context)
+    resolver = loaded.build(bind(loaded.provider.config, {}, f"model.source {asked!r}"), context)
     if not isinstance(resolver, ModelResolver):
         raise PluginContractError(f"{loaded} built a {type(resolver).__name__}, no resolver", fix="give it resolve()")
     return Path(resolver.resolve(asked, cache, deadline_s))

@@ -178,3 +178,100 @@ def test_misfits_harm_nobody_else(miles):
         "pigeon": "name clash: acme-pigeon, zed-pigeon",
         "old": "needs miles-core<0.1,>=0.0.1",
     }
+
+
+# --- plugins that raise where they should only describe or be built ---------------------------------------------------
+
+MOODY = """
+from dataclasses import dataclass, field
+from miles_core import hookimpl
+from miles_core.provider import Provider
+
+@dataclass(frozen=True, kw_only=True)
+class Plain:
+    pass
+
+@dataclass(frozen=True, kw_only=True)
+class Picky:
+    size: int = field(default=3, metadata={"help": "x"})
+
+    def __post_init__(self):
+        raise ValueError(f"size is {self.size}; it is never right")
+
+@dataclass(frozen=True, kw_only=True)
+class Odd:
+    def __post_init__(self):
+        raise RuntimeError("an odd class")
+
+def fails(*given):
+    raise RuntimeError("it has a bad day")
+
+def lacks(config, context):
+    import acme_nowhere
+
+def moods(field):
+    base = {"config": Plain, "build": fails, "field": field, "summary": "For a test."}
+    return [
+        Provider(**{**base, "name": "cannot-build"}),
+        Provider(**{**base, "name": "lacks", "build": lacks}),
+        Provider(**{**base, "name": "cannot-offer", "offers": fails}),
+        Provider(**{**base, "name": "cannot-require", "requires": lambda config: 5}),
+        Provider(**{**base, "name": "picky", "config": Picky}),
+        Provider(**{**base, "name": "odd", "config": Odd}),
+        Provider(**{**base, "name": "nothing", "build": lambda config, context: None}),
+    ]
+"""
+HOOK = """
+@hookimpl
+def miles_{kind}():
+    return moods("{field}")
+"""
+TOY_MODEL = "architecture: {model_type: toy}"
+KINDS = {
+    "stage": ("advantage", "algorithm.advantage={use: NAME}"),
+    "term": ("loss", "algorithm.loss={use: NAME}"),
+    "filter": ("", "algorithm.filters={NAME: {}}"),
+    "env": ("", "env={use: NAME}"),
+    "scorer": ("", "scorers={NAME: {}}"),
+    "sync": ("", "sync={use: NAME}"),
+    "rollout": ("", "rollout={use: NAME}"),
+    "backend": ("", "backend={use: NAME}"),
+    "tracker": ("", "trackers={NAME: {}}"),
+    "extension": ("", "extensions={NAME: {}}"),
+    "renderer": ("", "renderer=NAME"),
+    "launcher": ("", "launcher={use: NAME}"),
+    "algorithm": ("", "algorithm={use: NAME}"),
+    "model": ("", f"model={{use: NAME, tokenizer: toy, {TOY_MODEL}}}"),
+    "tokenizer": ("", f"model={{use: toy, tokenizer: NAME, {TOY_MODEL}}}"),
+}
+#: mood -> codes that are right, and what the message says. A launcher and an engine lack what others need (E006) first.
+MOODS = {
+    "cannot-build": (("E003", "E006"), " (acme-moody 1.0) cannot be built: RuntimeError: it has a bad day\nFix: see "),
+    "lacks": (("E008", "E006"), "(acme-moody 1.0) cannot be built: No module named 'acme_nowhere'\nFix: pip install "),
+    "cannot-offer": (("E005", "E003"), "RuntimeError: it has a bad day\nFix: "),
+    "cannot-require": (("E005", "E003"), "\nFix: "),
+    "picky": (("E103",), ": size is 3; it is never right\nFix: change the values under "),
+    "odd": (("E005",), ": Odd raised RuntimeError: an odd class\nFix: "),
+    "nothing": (("E005", "E006"), "\nFix: "),
+}
+
+
+@pytest.fixture(scope="session")
+def moody(package, into, tmp_path_factory):
+    site = tmp_path_factory.mktemp("moody")
+    code = MOODY + "".join(HOOK.format(kind=kind, field=field) for kind, (field, _) in KINDS.items())
+    into(site, [package("acme-moody", {k: dict.fromkeys(MOODS, "acme_moody") for k in KINDS}, {"acme_moody": code})])
+    return site
+
+
+@pytest.mark.parametrize("mood", MOODS)
+def test_what_a_plugin_raises_is_never_an_internal_error(moody, here, mood):
+    """Of every kind: one message that names the plugin or its section, before anything was created."""
+    miles = here(moody)
+    codes, words = MOODS[mood]
+    for kind, (_, override) in KINDS.items():
+        said = miles("run", "toy.yaml", override.replace("NAME", mood))
+        code = said.err[6:10]
+        assert said.code == 2 and said.err.startswith("MILES-E") and code in codes, (kind, said.err)
+        assert code == "E006" or words in said.err, (kind, said.err)
+        assert not Path("runs").exists(), kind

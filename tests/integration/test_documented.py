@@ -71,6 +71,15 @@ def test_the_documented_preferences_and_critics_bind(tmp_path):
         assert load(tmp_path / "ppo.yaml").policies["main"].roles["critic"].update == update
 
 
+def test_the_documented_adapters_bind(tmp_path):
+    whole, several = blocks("docs/how-to/adapters.md", "yaml")
+    (tmp_path / "lora.yaml").write_text(whole)
+    run = load(tmp_path / "lora.yaml")
+    assert run.policies["main"].roles["reference"].update == "adapter_off"
+    (tmp_path / "both.yaml").write_text(re.sub(r"^extensions:\n(  .*\n)+", several, whole, flags=re.MULTILINE))
+    assert [part.options.rank for part in load(tmp_path / "both.yaml").extensions.values()] == [32, 4]
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/tutorials/first-run.md"])
 def test_the_documented_run_file_is_the_recipe(tmp_path, page):
     (tmp_path / "shown.yaml").write_text(blocks(page, "yaml")[0])

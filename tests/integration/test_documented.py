@@ -80,6 +80,20 @@ def test_the_documented_adapters_bind(tmp_path):
     assert [part.options.rank for part in load(tmp_path / "both.yaml").extensions.values()] == [32, 4]
 
 
+def test_the_documented_teachers_bind(tmp_path):
+    whole, mixed, beside, served = blocks("docs/how-to/distil.md", "yaml")
+    algorithm = re.compile(r"^algorithm:.*\n", re.MULTILINE)
+    roles = re.compile(r"^roles:\n(  .*\n)+", re.MULTILINE)
+    texts = [whole, algorithm.sub(mixed, whole), algorithm.sub(beside, whole)]
+    texts.append(roles.sub("", algorithm.sub("", whole)) + served)
+    for text, preset in zip(texts, ("opd_topk", "opd", "grpo", "opd_topk"), strict=True):
+        (tmp_path / "distil.yaml").write_text(text)
+        run = load(tmp_path / "distil.yaml")
+        found = run.policies["main"].algorithm
+        assert (found.preset, found.one("distill").use) == (preset, "opd" if preset == "opd" else "topk_kl")
+    assert run.policies["main"].roles["teacher"].scorer == "judges"
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/tutorials/first-run.md"])
 def test_the_documented_run_file_is_the_recipe(tmp_path, page):
     (tmp_path / "shown.yaml").write_text(blocks(page, "yaml")[0])

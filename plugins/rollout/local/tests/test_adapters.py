@@ -6,6 +6,7 @@ import asyncio
 import copy
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from safetensors.torch import save_file
 
 from miles_core.contracts.model import ModelSource
 from miles_core.contracts.weights import TensorSpec
-from miles_core.errors import CapabilityError, EngineError, WeightError
+from miles_core.errors import CapabilityError, ConfigError, EngineError, WeightError
 from miles_core.provider import BuildContext, Place
 from miles_core.weights import piece_digests
 from miles_rollout_local.adapters import PREFIX
@@ -275,3 +276,22 @@ def test_what_is_refused(tmp_path: Path) -> None:
         await torn.close()
 
     run(go())
+
+
+def test_policies_of_one_engine_are_alike(tmp_path: Path) -> None:
+    source = folder_of(model_of(ARCHITECTURES["qwen3"]), tmp_path / "base")
+
+    def policy(name: str, **changes: Any) -> Any:
+        keys = {"tokenizer": None, "alphabet": None, "architecture": None, "source": "base"} | changes
+        renderer = SimpleNamespace(use="text", options=None)
+        return SimpleNamespace(name=name, model=SimpleNamespace(core=SimpleNamespace(**keys)), renderer=renderer)
+
+    def build(second: Any) -> None:
+        run: Any = SimpleNamespace(policies={"a": policy("a"), "b": second})
+        context = BuildContext(place=Place.CONTROLLER, name="local", run=run, model=source, renderer=RENDERER)
+        miles_rollout().build(LocalConfig(), context)
+
+    build(policy("b"))
+    for changes in ({"source": "other"}, {"tokenizer": "chars"}):
+        with pytest.raises(ConfigError, match="serves policies 'a' and 'b', whose tokenizer, renderer or architecture"):
+            build(policy("b", **changes))

@@ -223,16 +223,16 @@ def test_what_is_scored_follows_the_support() -> None:
 
 
 def test_ids_that_both_name_count_once() -> None:
-    """The union of {0, 1} and {1, 2} is all three tokens: the exact KL, and no rest."""
+    """The union of {0, 1} and {2, 0} is all three tokens: the exact KL, and no rest."""
     batch = batches.batch_of([batches.group(0, [[3]], [1.0], [])])
     for name, value in {
         "actor.topk_ids": np.array([[0, 1]], np.int32),
-        "teacher.topk_ids": np.array([[2, 1]], np.int32),
-        "teacher.token_logprobs": T[:, [0, 1, 2, 1]].float().numpy(),
+        "teacher.topk_ids": np.array([[2, 0]], np.int32),
+        "teacher.token_logprobs": T[:, [0, 1, 2, 0]].float().numpy(),
         "teacher.rest_logprobs": np.array([ABSENT], np.float32),
     }.items():
         batch = batch.with_columns({name: value}, [ColumnSpec(name=name, level=Level.UNIT, dtype=str(value.dtype))])
-    made = {"token_logprobs": P[:, [0, 1, 2, 1]], "rest_logprobs": torch.tensor([ABSENT], dtype=F64)}
+    made = {"token_logprobs": P[:, [0, 1, 2, 0]], "rest_logprobs": torch.tensor([ABSENT], dtype=F64)}
     made["logprobs"] = torch.zeros(1, dtype=F64)
     found = term_of(k=2, support=Support.union)(MicroView(batch, lambda output: made[output.name]))
     assert found.value.item() == pytest.approx(float((P.exp() * (P - T)).sum()), abs=1e-7)

@@ -5,16 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 OPD_EXPLAIN = """\
-A_t = −(π_p − π_T)_t on sampled tokens, detached; loss max(−ρA, −clip(ρ, .8, 1.2)A), mean over all tokens of an update
-Lu and Thinking Machines Lab, "On-Policy Distillation" (2025); sampled-token form of arXiv 2306.13649
-Deviations: the ratio is clipped (without effect at one update a step). With an advantage stage given, A_t is added to
-that stage's: a task reward and a teacher together."""
+A_t = −(π_p − π_T)_t on sampled tokens, detached; loss max(−ρA, −clip(ρ, .8, 1.2)A);
+mean over all tokens of an update
+Lu and Thinking Machines Lab, "On-Policy Distillation" (2025); arXiv 2306.13649
+Deviations: the ratio is clipped (without effect at one update a step). With an advantage stage
+given, A_t is added to that stage's: a task reward and a teacher together."""
 
 OPD_TOPK_EXPLAIN = """\
-KL(student‖teacher) at every sampled position, over the student's k most likely tokens and one bucket for the rest;
-mean over all tokens of an update; gradient through the student's log-softmax
+KL(student‖teacher) at every sampled position, over the student's k most likely tokens and one
+bucket for the rest; mean over all tokens of an update; gradient through the student's log-softmax
 GKD, Agarwal et al., arXiv 2306.13649 (on-policy, λ = 1, reverse KL)
-Deviations: k tokens and a bucket instead of the whole vocabulary; the value is then a lower bound of the KL."""
+Deviations: k tokens and a bucket instead of the vocabulary; a lower bound of the KL."""
 
 
 def opd() -> dict[str, Any]:

@@ -113,7 +113,9 @@ def test_a_role_that_follows_has_adapters_and_its_base_never_moves() -> None:
 def test_the_stream_is_the_merged_model() -> None:
     made, plain = backend(extension(alpha=24.0)), backend(None)
     made.update(batch_of(), terms())
+    own = parameters(made)
     whole = stream(made)
+    assert not moved(own, parameters(made))  # nothing is merged in place
     specs = [(spec.name, spec.shape, spec.dtype) for spec, _ in made.export("main", "full", True)]
     assert specs == [(spec.name, spec.shape, spec.dtype) for spec, _ in plain.export("main", "full")]
     with torch.no_grad():

@@ -143,6 +143,9 @@ def test_extremes_stay_finite() -> None:
     for direction in ("reverse", "forward"):  # an id that neither may sample, and no rest at all
         whole = set_kl(gone, gone, direction=direction, tail="bucket", student_rest=rest, teacher_rest=rest - 1)  # type: ignore[arg-type]
         assert whole.tolist() == [0.0]
+    noise = torch.tensor([math.log(1e-7)], dtype=F64)  # all that a service's top k leaves is rounding
+    told = set_kl(gone, gone, direction="forward", tail="bucket", student_rest=rest, teacher_rest=noise)
+    assert told.tolist() == [0.0]
 
 
 def test_the_rest_of_what_a_service_tells() -> None:

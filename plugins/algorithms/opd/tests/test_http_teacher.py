@@ -314,7 +314,7 @@ def test_vocabularies_are_compared_once_before_the_first_score(style: Style) -> 
 def test_a_teacher_with_fewer_tokens_is_refused_by_itself() -> None:
     with Loopback(VOCAB).serving() as teacher:
         teacher.faults = [status(400, "token id 11 is out of vocabulary")]
-        with pytest.raises(EngineError, match="did not score 12 ids below 12: HTTP 400"):
+        with pytest.raises(EngineError, match="did not score 12 ids to compare vocabularies: HTTP 400"):
             score(build(teacher, Letters(), vocabulary=Vocabulary.check))
 
 

@@ -202,7 +202,7 @@ class HttpTeacher:
             size = self._tokenizer.vocab_size
             ids = sorted({int(i) for i in np.linspace(0, size - 1, min(size, PROBES))})
             sent = [ids[0], *ids]  # nothing is said of the first
-            rows = await self._ask(teacher, Asked(tokens=sent, texts=True), f"{len(ids)} ids below {size}")
+            rows = await self._ask(teacher, Asked(tokens=sent, texts=True), f"{len(ids)} ids to compare vocabularies")
             told = [(i, row.text) for i, row in zip(ids, rows, strict=True) if row.text is not None]
             if not told:
                 raise EngineError(

@@ -31,7 +31,9 @@ class Output:
 
     `inputs` are columns that it needs beside tokens (`token_logprobs` at the ids of these columns, side by side). With
     `grad` false the output is detached; a role that is not trained may be asked inside a micro-batch with
-    `grad=False`. `k` is how many of the most likely tokens `topk_ids` and `topk_logprobs` hold.
+    `grad=False`. `k` is how many of the most likely tokens `topk_ids` and `topk_logprobs` hold. `rest_logprobs` is the
+    log of the mass outside the ids of `inputs`, or, without those, outside the `k` most likely. A probability of 0 (an
+    id outside the kept set) is -1e30, which is finite.
     """
 
     name: str

@@ -89,20 +89,18 @@ def _handler(teacher: Loopback) -> type[BaseHTTPRequestHandler]:
             with teacher.lock:
                 teacher.open += 1
                 teacher.most = max(teacher.most, teacher.open)
-            try:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                with teacher.lock:
-                    teacher.requests.append(body)
-                    fault = teacher.faults.pop(0) if teacher.faults else None
-                time.sleep(teacher.slow_s)
-                answer = teacher.answer(self.path, body)
-                if fault is not None:
-                    answer = fault(answer, self)
-                if answer is not None:
-                    send(self, 200, json.dumps(answer).encode())
-            finally:
-                with teacher.lock:
-                    teacher.open -= 1
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with teacher.lock:
+                teacher.requests.append(body)
+                fault = teacher.faults.pop(0) if teacher.faults else None
+            time.sleep(teacher.slow_s)
+            answer = teacher.answer(self.path, body)
+            with teacher.lock:
+                teacher.open -= 1  # before the answer, which lets the client ask again
+            if fault is not None:
+                answer = fault(answer, self)
+            if answer is not None:
+                send(self, 200, json.dumps(answer).encode())
 
         def log_message(self, format: str, *args: Any) -> None: ...
 

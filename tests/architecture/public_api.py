@@ -28,6 +28,7 @@ MODULES = (
     *(f"contracts/{n}" for n in ("engine", "weights", "backend", "model", "learning", "environment", "rendering")),
     *("contracts/launcher", "contracts/extension", "weights"),
     *sorted(f"numerics/{p.stem}" for p in CORE.glob("numerics/[!_]*.py")),
+    *(f"verifying/{n}" for n in ("extract", "prompts", "sandbox", "workers")),
     *("testing/suite", "testing/suites/worked"),
 )
 HOW = """

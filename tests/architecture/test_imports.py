@@ -1,5 +1,6 @@
 """Who may import what: judged by what really is in `sys.modules`, and by import-linter's layers."""
 
+import ast
 import subprocess
 import sys
 import tomllib
@@ -54,3 +55,20 @@ def test_import_rules_hold():
     lint = Path(sys.executable).with_name("lint-imports")
     done = subprocess.run([lint], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-4000:]
+
+
+def _imported(path: Path) -> set[str]:
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return modules | {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
+
+
+def test_the_room_of_verifiers_needs_nearly_nothing_and_no_other_room_needs_it():
+    core = ROOT / "miles_core"
+    rooms = ("miles_core.errors", "miles_core.records", "miles_core.config.schema", "miles_core.verifying")
+    for path in core.rglob("*.py"):
+        for name in _imported(path):
+            if path.is_relative_to(core / "verifying"):
+                assert name.split(".")[0] in sys.stdlib_module_names or name.startswith(rooms), (path, name)
+            else:
+                assert not name.startswith("miles_core.verifying"), path

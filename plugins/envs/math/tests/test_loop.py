@@ -11,12 +11,12 @@ import pytest
 from miles_env_math import environment
 from miles_env_math.config import MathConfig
 from miles_env_math.environment import MathEnvironment
-from miles_env_math.extract import find
 
 from miles_core.config.compose import load
 from miles_core.discovery import scan
 from miles_core.driver import execute
 from miles_core.errors import DataError, LateDataError
+from miles_core.verifying.extract import find
 
 RUN = """
 run: {name: mine, seed: 7, steps: 2, checkpoint_every: 1}

@@ -2,9 +2,6 @@
 
 import asyncio
 import json
-import subprocess
-import sys
-import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -348,31 +345,3 @@ def test_many_are_judged_at_once():
 def test_equal_settings_share_their_children():
     assert mine()._pool is mine("spin")._pool
     assert mine()._pool is not mine(workers=2)._pool
-
-
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks at /proc")
-def test_nothing_is_left_of_a_run_that_is_killed():
-    """The process that forks, and a child that hangs in a verdict, end with their parent."""
-    script = f"""
-import asyncio, os
-from types import SimpleNamespace
-from miles_env_reasoning_gym.config import ReasoningGymConfig
-from miles_env_reasoning_gym.environment import ReasoningGym
-config = ReasoningGymConfig(dataset="misbehaving", modules=["{HERE}/misbehaving.py"], options={{"what": "spin"}},
-                            deadline_s=600.0)
-env = ReasoningGym(config, name="rg", seed=0)
-task = env.tasks("train").task(0)
-print(env._pool._idle.queue[-1].pid, env._pool._nursery._control.pid, flush=True)
-asyncio.run(env.score(task, SimpleNamespace(text="<answer>1</answer>", finish="stop")))
-"""
-    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    children = [int(word) for word in parent.stdout.readline().split()]
-    assert len(children) == 2 and all(Path(f"/proc/{pid}").exists() for pid in children)
-    time.sleep(0.3)  # it is in the verdict now
-    parent.kill()
-    parent.wait()
-    end = time.monotonic() + 30
-    while any(Path(f"/proc/{pid}").exists() for pid in children):
-        assert time.monotonic() < end, children
-        time.sleep(0.05)

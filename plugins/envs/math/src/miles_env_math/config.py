@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from miles_core.config.schema import opt
-from miles_env_math.extract import Extract
-from miles_env_math.prompts import PromptConfig
+from miles_core.verifying.extract import Extract
+from miles_core.verifying.prompts import PromptConfig
 
 
 class OnOverlap(StrEnum):

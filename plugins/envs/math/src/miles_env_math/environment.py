@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 from miles_core.errors import DataError, LateDataError
 from miles_core.records import Score, Task
 from miles_core.seeds import generator
-from miles_env_math import choices, prompts
+from miles_core.verifying import prompts
+from miles_core.verifying.extract import ASKED, Extract, Found, demonstrated, find, shown
+from miles_core.verifying.workers import Pool, WorkerLostError
+from miles_env_math import choices
 from miles_env_math.config import MathConfig, OnOverlap, Unjudged
-from miles_env_math.extract import ASKED, Extract, Found, demonstrated, find, shown
 from miles_env_math.problems import Problem, find_file, load
-from miles_env_math.workers import Pool, WorkerLostError
 
 if TYPE_CHECKING:
     from miles_core.contracts.environment import EpisodeContext

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from miles_core.errors import DataError, MissingExtraError
+from miles_core.verifying.extract import Extract, find
 from miles_env_math import choices
 from miles_env_math.config import MathConfig, Reference
-from miles_env_math.extract import Extract, find
 
 LONGEST_REFERENCE = 1000  # a longer one is a solution, not an answer
 #: Names under which other data sets keep the same thing.

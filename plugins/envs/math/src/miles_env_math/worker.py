@@ -14,7 +14,7 @@ import sys
 from functools import lru_cache
 from typing import Any
 
-from miles_env_math.sandbox import Refused, said, serve
+from miles_core.verifying.sandbox import Refused, said, serve
 
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox)\{([^{}]*)\}")
 

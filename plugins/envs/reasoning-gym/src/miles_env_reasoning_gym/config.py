@@ -7,8 +7,8 @@ from enum import StrEnum
 from typing import Any
 
 from miles_core.config.schema import opt
-from miles_env_reasoning_gym.extract import Extract
-from miles_env_reasoning_gym.prompts import PromptConfig
+from miles_core.verifying.extract import Extract
+from miles_core.verifying.prompts import PromptConfig
 
 Level = int | dict[str, int] | None
 

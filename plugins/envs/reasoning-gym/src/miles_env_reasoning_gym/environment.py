@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 from miles_core.errors import ConfigError, DataError, EngineError
 from miles_core.records import Score, Task
 from miles_core.seeds import derive
-from miles_env_reasoning_gym import prompts
+from miles_core.verifying import prompts
+from miles_core.verifying.extract import ASKED, Found, demonstrated, find, shown
+from miles_core.verifying.workers import Pool, WorkerLostError
 from miles_env_reasoning_gym.config import (
     DatasetConfig,
     EvalStage,
     ReasoningGymConfig,
     Unjudged,
 )
-from miles_env_reasoning_gym.extract import ASKED, Found, demonstrated, find, shown
-from miles_env_reasoning_gym.workers import Pool, WorkerLostError
 
 if TYPE_CHECKING:
     from miles_core.contracts.environment import EpisodeContext

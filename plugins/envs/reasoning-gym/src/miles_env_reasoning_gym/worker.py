@@ -19,7 +19,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
-from miles_env_reasoning_gym.sandbox import Refused, arm, said, serve
+from miles_core.verifying.sandbox import Refused, arm, said, serve
 
 BIG = 2**31 - 1  # items are numbered below this
 SIZE = 500  # items of one seed, for data sets that have no more

@@ -5,11 +5,12 @@ import subprocess
 import sys
 
 import pytest
-from miles_env_reasoning_gym import sandbox
+
+from miles_core.verifying import sandbox
 
 PROBES = """
 import os, socket, subprocess, threading
-from miles_env_reasoning_gym import sandbox
+from miles_core.verifying import sandbox
 assert sandbox._filter_calls()
 probes = {
     "socket": socket.socket, "fork": os.fork, "exec": lambda: subprocess.run(["true"]), "kill": lambda: os.kill(1, 0),

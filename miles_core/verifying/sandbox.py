@@ -3,8 +3,7 @@
 Verifiers may run what a model wrote (some call `eval`). So a first process loads what they need and judges nothing; it
 forks the children that do, which makes a new one cheap, and each of them first shuts itself in: no sockets, no new
 processes, no writing to files (a seccomp filter on Linux, an audit hook everywhere), little memory, an alarm for each
-request. Files may still be read. `miles-env-reasoning-gym` and `miles-env-math` hold the same copy of this file and of
-`workers.py` (a test keeps them alike): plugins do not import each other.
+request. Files may still be read.
 """
 
 from __future__ import annotations
@@ -31,7 +30,9 @@ _FORBIDDEN = frozenset(
     )
 )
 _WRITES = 0o3 | 0o100 | 0o1000  # O_WRONLY, O_RDWR, O_CREAT, O_TRUNC
-_ALLOW, _DENY, _NO_SUCH = 0x7FFF0000, 0x00050001, 0x00050026  # SECCOMP_RET: allow; EPERM; ENOSYS
+_ALLOW = 0x7FFF0000  # SECCOMP_RET: allow
+_DENY = 0x00050001  # EPERM
+_NO_SUCH = 0x00050026  # ENOSYS
 #: Machine -> (AUDIT_ARCH, number of open or -1, of openat, of clone, of clone3, calls that are refused).
 _CALLS: dict[str, tuple[int, int, int, int, int, tuple[int, ...]]] = {
     # socket connect bind fork vfork execve kill truncate; rename mkdir rmdir creat link unlink symlink chmod chown;

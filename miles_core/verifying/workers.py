@@ -1,8 +1,8 @@
 """Killable child processes for what a model wrote: a verifier that hangs or dies costs its process, never the run.
 
 A child that passes its deadline or dies is replaced by the next call, cheaply: children are forked from one process
-that has loaded what they need (`sandbox.py`, which also says why the two files exist twice). A call costs one round
-trip over a local socket. Everything is started when first needed, and ends with the pool or with this process.
+that has loaded what they need (`sandbox.py`). A call costs one round trip over a local socket. Everything is started
+when first needed, and ends with the pool or with this process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from typing import Any
 
 from miles_core.errors import ConfigError, EngineError
 
-START_DEADLINE_S, FORK_DEADLINE_S = 180.0, 30.0
+START_DEADLINE_S = 180.0
+FORK_DEADLINE_S = 30.0
 
 
 class WorkerLostError(Exception):

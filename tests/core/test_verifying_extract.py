@@ -3,7 +3,8 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from miles_env_reasoning_gym.extract import Extract, find
+
+from miles_core.verifying.extract import Extract, find
 
 TAG = [Extract.tag]
 

@@ -1,7 +1,4 @@
-"""How a question becomes a prompt: messages for a chat template, or one string.
-
-`miles-env-reasoning-gym` and `miles-env-math` hold the same copy of this file (see `sandbox.py`).
-"""
+"""How a question becomes a prompt: messages for a chat template, or one string."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Finds the answer in what the model wrote, and says where it stood or why there is none. Linear in the text.
-
-`miles-env-reasoning-gym` and `miles-env-math` hold the same copy of this file (see `sandbox.py`).
-"""
+"""Finds the answer in what the model wrote, and says where it stood or why there is none. Linear in the text."""
 
 from __future__ import annotations
 

@@ -54,6 +54,7 @@ REFUSED = [
     ("use: grpo", ["schedule.group_size=1"], "algorithm.advantage (group) compares the episodes of a group"),
     ("use: rloo", ["schedule.group_size=1"], "algorithm.advantage (leave_one_out) compares"),
     ("use: reinforce_pp_baseline", ["schedule.group_size=1"], "algorithm.advantage (centred) compares"),
+    ("use: dapo, advantage: {use: batch}", ["schedule.group_size=1"], "dynamic_sampling) compares the episodes"),
     ("use: dapo", ["schedule.max_staleness=1"], "algorithm.corrections names no off-policy correction"),
     ("use: dapo, penalties: {overlong: {max_length: 10, buffer: 11}}", [], "buffer is 11; it must be above 0"),
     ("use: grpo, loss: {lo: 1.5}", [], "algorithm.loss.lo is 1.5"),

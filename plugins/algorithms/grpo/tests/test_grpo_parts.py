@@ -1,6 +1,7 @@
 """The parts as a run uses them: built by their providers, summed by core's objective, in float64."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -214,6 +215,17 @@ def test_unbiased_kl(estimator, gradient, scored):
     columns = {"reference.logprobs": -1.5} | ({"proximal_logprobs": -1.0} if scored else {})
     built = term("kl", c.KlConfig(estimator=c.Estimator(estimator), unbiased=True))
     assert evaluate(built, one(**columns), logprobs=[-1.0])[1]["logprobs"] == [pytest.approx(gradient)]
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_unbiased_kl_has_a_proximal_policy_of_its_own_over_several_updates(updates):
+    """Beside a loss that is no policy term core scores none, and ρ would be 1 in every update."""
+    policy = SimpleNamespace(schedule=SimpleNamespace(updates_per_step=updates))
+    context = SimpleNamespace(run=SimpleNamespace(policies={"main": policy}), policy="main")
+    for unbiased in (True, False):
+        config = c.KlConfig(estimator=c.Estimator.k3, unbiased=unbiased)
+        needs = provider(plugin.miles_term, "kl").build(config, context).needs
+        assert ("proximal_logprobs" in needs) is (unbiased and updates > 1)
 
 
 def test_entropy_lowers_the_loss():

@@ -166,6 +166,7 @@ def miles_filter() -> Provider:
         config=c.DynamicSamplingConfig,
         build=build,
         summary="keeps a group unless its rewards are all equal",
+        requires=SIBLINGS,  # a group of one is all equal: none would ever be kept
         explain=explain.FILTERS["dynamic_sampling"],
     )
 
@@ -196,10 +197,12 @@ def _reinforce(config: c.ReinforceConfig, context: BuildContext) -> Any:
     return reinforce_term()
 
 
-def _kl(config: c.KlConfig, context: BuildContext) -> Any:
+def _kl(config: c.KlConfig, context: BuildContext | None) -> Any:
     from miles_algo_grpo.terms import kl_term
 
-    return kl_term(config)
+    # Of itself core scores π_p for several updates only where a policy term is weighted.
+    policy = None if context is None else context.run.policies.get(context.policy)
+    return kl_term(config, several=policy is not None and policy.schedule.updates_per_step > 1)
 
 
 def _entropy(config: c.EntropyConfig, context: BuildContext) -> Any:

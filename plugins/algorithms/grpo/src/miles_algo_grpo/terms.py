@@ -84,8 +84,12 @@ def reinforce_term() -> UnitTerm:
     return UnitTerm(formula=formula, weighted=True, needs=frozenset({"advantages"}))
 
 
-def kl_term(config: KlConfig) -> UnitTerm:
-    """An estimator of KL(π‖π_ref) per unit, as a loss. Metric: k1, the mean of π − π_ref."""
+def kl_term(config: KlConfig, *, several: bool = False) -> UnitTerm:
+    """An estimator of KL(π‖π_ref) per unit, as a loss. Metric: k1, the mean of π − π_ref.
+
+    `several`: a step has several updates, so that ρ of `unbiased` needs a π_p from before the first of them.
+    """
+    needs = {REFERENCE, "proximal_logprobs"} if config.unbiased and several else {REFERENCE}
 
     def formula(view: View) -> TermOutput:
         m = view["trainable"]
@@ -94,7 +98,7 @@ def kl_term(config: KlConfig) -> UnitTerm:
         value = estimators.kl_loss(current, reference, config.estimator.value, proximal)
         return TermOutput(value=value, metrics={"k1": (current - reference).detach()})
 
-    return UnitTerm(formula=formula, needs=frozenset({REFERENCE}))
+    return UnitTerm(formula=formula, needs=frozenset(needs))
 
 
 def entropy_term() -> UnitTerm:

@@ -80,6 +80,7 @@ class Learner:
             raise refused(policy, "has no term: nothing would be trained", fix)
         if any(str(term.aggregation or self._keys.aggregation) == "constant" for term in self._summed):
             aggregation.constant_length(self._keys, max_new_tokens)
+        _check_weights(policy, stages, terms)
         self._passes = Passes(policy, stages, terms, specs, scorers or {})
         self.outputs = tuple(self._passes.outputs.values())
         moving = {"actor", *(n for n, r in policy.roles.items() if r.update == "shares" and r.init == "actor")}
@@ -247,6 +248,9 @@ def _check_stages(policy: Policy, stages: Stages) -> None:
                         "remove one of them, or give them columns of their own",
                     )
                 writer[spec.name] = f"{name!r} ({phase})"
+            if "reward" in stage.needs and policy.algorithm.keys.episodes == "demonstrations":
+                what = f"the stage {name!r} ({phase}) reads the reward, and demonstrations have none"
+                raise refused(policy, what, f"remove {name!r}, or choose a preset that samples")
     given = {spec.name for _, stage in stages.get("reward_kl", ()) for spec in stage.gives}
     advantages = stages.get("advantage", ())
     if given and not any(stage.needs & given for _, stage in advantages):
@@ -255,3 +259,15 @@ def _check_stages(policy: Policy, stages: Stages) -> None:
             f"reward_kl is set, and the advantage {[name for name, _ in advantages]} does not use it",
             "choose an advantage that does (centred, returns, gae), or use algorithm.kl, a loss",
         )
+
+
+def _check_weights(policy: Policy, stages: Stages, terms: Sequence[TermInfo]) -> None:
+    """Refuse weights that nothing is multiplied by: a run would pass for corrected that is not."""
+    if any(term.weighted for term in terms if not term.dynamic):
+        return
+    only = {"correction_weight"}
+    idle = [name for name, stage in stages.get("corrections", ()) if {spec.name for spec in stage.gives} == only]
+    idle += [term.name for term in terms if term.dynamic]
+    if idle:
+        fix = "remove it, or give algorithm.loss a policy term"
+        raise refused(policy, f"the correction {idle[0]!r} weighs the policy term, and there is none", fix)

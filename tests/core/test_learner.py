@@ -566,6 +566,24 @@ def test_roles_are_refreshed_after_the_updates_of_their_step():
             },
             "is written only after it",
         ),
+        (  # every advantage would be NaN
+            {
+                "stages": {"advantage": [("a", Stage(lambda b: b, ("advantages",), needs=("reward",)))]},
+                "keys": AlgorithmKeys(episodes="demonstrations"),
+            },
+            "the stage 'a' .advantage. reads the reward, and demonstrations have none",
+        ),
+        (
+            {
+                "stages": {"corrections": [("tis", Stage(lambda b: b, ("correction_weight",)))]},
+                "terms": [term(weighted=False, needs=())],
+            },
+            "the correction 'tis' weighs the policy term, and there is none",
+        ),
+        (
+            {"stages": {}, "terms": [term(weighted=False, needs=()), term(dynamic=True, needs=())]},
+            "weighs the policy term, and there is none",
+        ),
     ],
 )
 def test_parts_that_cannot_work_together_are_refused_before_the_run(about, message):

@@ -81,6 +81,20 @@ MIXTURES = {
         r"normalize is 'batch' with level 'geometric'",
         "change the values under algorithm.corrections.mis",
     ),
+    "a lower bound of what has none": (
+        [],
+        ["algorithm.corrections={mis: {low: 0.3, mode: clip}}"],
+        ["algorithm.corrections={mis: {low: 0.3}}"],
+        r"low is 0.3 with mode 'truncate', which has no lower bound",
+        "change the values",
+    ),
+    "an average that forgets all": (
+        ["algorithm.kl={coef: 0.1}"],
+        ["roles.reference={init: actor, update: ema, decay: 0.9}"],
+        ["roles.reference={init: actor, update: ema}"],
+        r"roles.reference.update is 'ema' and its decay is 0: a copy",
+        "give roles.reference.decay, e.g. 0.99, or write copy",
+    ),
     "bounds without 1": (
         [],
         ["algorithm.corrections={icepop: {low: 0.9}}"],

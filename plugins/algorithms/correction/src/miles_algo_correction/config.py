@@ -92,6 +92,8 @@ class MisConfig:
 
     def __post_init__(self) -> None:
         _hold_one(self.lowest, self.high)
+        if self.low is not None and self.mode is Mode.truncate:
+            raise ValueError(f"low is {self.low:g} with mode 'truncate', which has no lower bound; use clip or mask")
         if self.normalize is Normalize.batch and self.level is Level.geometric:
             raise ValueError(
                 "normalize is 'batch' with level 'geometric'; a geometric mean has no mean weight to divide by"

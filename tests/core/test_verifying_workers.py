@@ -37,7 +37,7 @@ class Judge:
     def eat(self):
         return {"bytes": len(bytearray(1 << 40))}
     def write(self):
-        return {"wrote": open("new", "w").name}
+        return {"wrote": open(os.devnull, "w").name}
 
 def start(settings):
     if settings.get("refuse"):

@@ -164,7 +164,7 @@ def match_capabilities(run_file: RunFile, catalogue: Catalogue) -> tuple[Row, ..
 
 def _built(run_file: RunFile) -> list[Part]:
     """Parts that will exist: a term whose coefficient is 0 is not built."""
-    return [p for p in run_file.parts() if getattr(p.core, "coef", 1.0) != 0]
+    return [p for p in run_file.parts() if getattr(p.core, "coef", 1.0) != 0 and p not in run_file.judges.values()]
 
 
 def _label(part: Part) -> str:

@@ -28,13 +28,14 @@ from miles_core.errors import (
     clause,
 )
 from miles_core.feed import TaskFeed
+from miles_core.judge import Judge
 from miles_core.learner import Learner
 from miles_core.passes import with_finite
 from miles_core.pool import Pool
 from miles_core.prepare import Parts, Prepared, sampling_of
 from miles_core.provider import Place
 from miles_core.publish import Publisher, Publishers
-from miles_core.records import Array, Group, Metric, Task, group_id
+from miles_core.records import Array, Group, Metric, Task, Version, group_id
 from miles_core.rollouts import Rollouts
 from miles_core.sampler import RemoteSampler, Sampler, SamplerEndpoint, SamplingPolicy, demonstrations
 from miles_core.schedule import Loop, PolicySetup, RunResult, Stop
@@ -149,7 +150,8 @@ class Controller:
                 gpus=run.backend.core.gpus_per_rank,
             )
             trainer = await launcher.start(base)
-            learners = {p.name: await _learner(prepared, p, trainer) for p in run.policies.values()}
+            judges = await _judges(prepared)
+            learners = {p.name: await _learner(prepared, p, trainer, judges) for p in run.policies.values()}
             pool = publishers = remote = None
             if run.engines:
                 pool = _pool(wiring, prepared.parts, Place.CONTROLLER, on_event=on_event)
@@ -223,11 +225,26 @@ class Controller:
         await close_all([self.sampler.close, *self.prepared.wiring.closers()])
 
 
-async def _learner(prepared: Prepared, policy: Policy, trainer: Workers) -> Learner:
+async def _judges(prepared: Prepared) -> dict[str, Judge]:
+    """Roles that engines hold, by the engine's name."""
+    wiring, judges = prepared.wiring, dict[str, Judge]()
+    for policy in wiring.run.policies.values():
+        for name, role in policy.roles.items():
+            if part := wiring.run.judges.get(role.engine):
+                source = wiring.sources[policy.name][name]
+                renderer = prepared.parts.sampling[policy.name].renderer
+                engine = wiring.build(part, Place.CONTROLLER, policy=policy.name, model=source, renderer=renderer)
+                version = Version(policy=policy.name, lineage=0, number=0)
+                judges[part.name] = Judge(engine, name, source, version, policy.schedule.stall_deadline_s)
+                await judges[part.name].start()
+    return judges
+
+
+async def _learner(prepared: Prepared, policy: Policy, trainer: Workers, judges: Mapping[str, Judge]) -> Learner:
     terms = (await trainer.call("declare", policy.name, timeout_s=START_TIMEOUT_S))[0]
     run = prepared.wiring.run
     sampling = sampling_of(run)
-    return Learner(
+    learner = Learner(
         policy,
         run.run.seed,
         prepared.parts.stages[policy.name],
@@ -235,8 +252,12 @@ async def _learner(prepared: Prepared, policy: Policy, trainer: Workers) -> Lear
         _Trainer(trainer),
         prepared.parts.sampling[policy.name].columns,
         max_new_tokens=None if sampling is None else sampling.max_new_tokens,
-        scorers=prepared.parts.scorers,
+        scorers={**prepared.parts.scorers, **judges},
     )
+    for output in learner.outputs:
+        if judge := judges.get(getattr(policy.roles.get(output.role), "engine", "")):
+            judge.k = max(judge.k, output.k)
+    return learner
 
 
 def _pool(

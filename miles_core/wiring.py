@@ -153,7 +153,7 @@ class TrainerWorker:
         specs: dict[str, dict[str, RoleSpec]] = {name: {} for name in run.policies}
         for policy in run.policies.values():
             for name, role in policy.roles.items():
-                if role.scorer:
+                if role.scorer or role.engine:
                     continue  # no model of this backend
                 source = wiring.sources[policy.name][name]
                 specs[policy.name][name] = RoleSpec(

@@ -54,6 +54,7 @@ def _policy(policy: Policy, run_file: RunFile, catalogue: Catalogue) -> Iterator
     yield f"  a step is {size}, cut into {schedule.updates_per_step} optimizer update(s)"
     for name, role in policy.roles.items():
         origin = f"scorer {role.scorer}" if role.scorer else f"from {role.init or role.source or 'model.source'}"
+        origin += f" in engine {role.engine}" if role.engine else ""
         moves = f" every {role.every} step(s), decay {role.decay:g}" if role.update in ("copy", "ema") else ""
         late = f", from step {role.from_step}" if role.from_step else ""
         yield f"  role {name}: {origin}, {role.update.value}{moves}{late}"

@@ -101,6 +101,7 @@ def placement(run_file: RunFile) -> list[str]:
     for name, part in run_file.engines.items():
         gpus = f", {part.core.gpus:g} GPUs each" if part.core.gpus else ""
         lines.append(f"engine {name}: {part.core.count} of {part.use}{gpus}")
+    lines += [f"engine {name}: {part.use}, holds a role's model and scores" for name, part in run_file.judges.items()]
     for name, policy in run_file.policies.items():
         s = policy.schedule
         where = f"{s.samplers} sampler processes" if s.samplers else "in the controller"

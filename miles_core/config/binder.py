@@ -61,11 +61,15 @@ class Binder:
 
     def run_file(self, draft: Tree) -> RunFile:
         check_keys("", draft, (*RUN_KEYS, "policies", *POLICY_KEYS))
+        policies = self.policies(draft)
+        engines = self.one_or_many(draft, ("rollout",), ("engines",))
+        judging = {role.engine for policy in policies.values() for role in policy.roles.values()}
         return RunFile(
             run=self.core(schema.RunConfig, draft, "run"),
             eval=self.core(schema.EvalConfig, draft, "eval"),
-            policies=Frozen(self.policies(draft)),
-            engines=Frozen(self.one_or_many(draft, ("rollout",), ("engines",))),
+            policies=Frozen(policies),
+            engines=Frozen({name: part for name, part in engines.items() if name not in judging}),
+            judges=Frozen({name: part for name, part in engines.items() if name in judging}),
             backend=self.needed(draft, "backend"),
             sync=next(iter(self.parts(draft, "sync").values()), None),
             launcher=self.needed(draft, "launcher"),

@@ -43,6 +43,7 @@ def violations(run_file: RunFile, catalogue: Catalogue) -> Iterator[MilesError]:
     policies = run_file.policies.values()
     rules = [rule(policy) for policy in policies for rule in (_model, _algorithm)]
     rules += [_roles(policy, run_file.scorers) for policy in policies]
+    rules += [_judges(policy, run_file, catalogue) for policy in policies]
     rules += [rule(policy, catalogue) for policy in policies for rule in (_schedule, _siblings, _critic)]
     rules += [_requirements(policy, run_file, catalogue) for policy in policies]
     for message, fix in chain(*rules, _engines(run_file, catalogue)):
@@ -186,10 +187,10 @@ def _requirements(policy: Policy, run_file: RunFile, catalogue: Catalogue) -> Wr
                     if name == "critic"
                     else f"add {at}: {{init: actor, update: frozen}}, or with a source or a scorer of its own",
                 )
-            elif what == "scores_at_ids" and role is not None and role.scorer:
+            elif what == "scores_at_ids" and role is not None and (role.scorer or role.engine):
+                held = f"the engine {role.engine!r}" if role.engine else f"the scorer {role.scorer!r}"
                 yield (
-                    f"{this} scores ids that the trainer chooses, and {at} is the scorer {role.scorer!r}, which "
-                    "chooses its own",
+                    f"{this} scores ids that the trainer chooses, and {at} is {held}, which chooses its own",
                     f"give {at} a source instead of a scorer, or let the role choose the ids (support: {name})",
                 )
 
@@ -273,6 +274,35 @@ def _critic(policy: Policy, catalogue: Catalogue) -> Wrong:
             "would move it",
             f"write {at}.update: trained, or from_step: 0",
         )
+
+
+def _judges(policy: Policy, run_file: RunFile, catalogue: Catalogue) -> Wrong:
+    """Roles that an engine holds."""
+    for name, role in policy.roles.items():
+        at = join(policy.at, f"roles.{name}")
+        if not role.engine:
+            continue
+        if role.init or role.scorer or role.update != "frozen":
+            yield f"{at} is the engine {role.engine!r}, and has init, scorer or an update too", "keep engine and source"
+        part = run_file.judges.get(role.engine)
+        if part is None:
+            known = ", ".join([*run_file.engines, *run_file.judges]) or "none"
+            yield f"{at}.engine is {role.engine!r}; engines: {known}", "add it to engines, beside the one that samples"
+            continue
+        offers = catalogue.load(part.kind, part.use).provider.offered(part.options)
+        if lacking := sorted({"prompt_logprobs", "weights.checkpoint"} - offers):
+            yield f"{at}.engine is {part.use!r}, which does not offer {', '.join(lacking)}", "choose one that does"
+        users = [r for p in run_file.policies.values() for r in p.roles.values() if r.engine == role.engine]
+        if part.core.count != 1 or len(users) != 1:
+            yield f"{part.at} has count {part.core.count} and {len(users)} roles; it holds one model, once", "give one"
+        for sampler in run_file.engines.values():
+            core = sampler.core
+            if core.temperature != 1 or core.top_p < 1 or core.top_k is not None:
+                yield (
+                    f"{sampler.at} samples with temperature {core.temperature:g}, top_p {core.top_p:g}, top_k "
+                    f"{core.top_k}, and {at} is an engine, which scores prompts at temperature 1 over all tokens",
+                    f"sample so too, or make {name!r} a model of the backend ({at}.source without engine)",
+                )
 
 
 def _engines(run_file: RunFile, catalogue: Catalogue) -> Wrong:

@@ -106,8 +106,9 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RoleConfig:
-    """One entry of `roles`. `init: actor` starts from the actor's weights; `source` from a model of its own; `scorer`
-    is no model of the backend: an entry of `scorers` gives the role's outputs."""
+    """One entry of `roles`. `init: actor` starts from the actor's weights; `source` from a model of its own. No models
+    of the backend are a role with `scorer`, an entry of `scorers` that gives its outputs, and one with `engine`, an
+    entry of `engines` that holds the role's model and does nothing else."""
 
     init: str = opt("", "role whose weights it starts from; empty: `source`")
     source: str = opt("", "model of its own, as model.source; empty: the policy's model")
@@ -116,6 +117,7 @@ class RoleConfig:
     decay: float = opt(0.0, "decay of ema", low=0, high=1)
     head: str = opt("lm", "`lm` or `value`")
     scorer: str = opt("", "entry of `scorers` that gives the role's outputs instead of a model")
+    engine: str = opt("", "entry of `engines` that holds the role's model and scores, instead of the backend")
     from_step: int = opt(0, "first step that trains it, e.g. after a critic's warm-up", unit="steps", low=0)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
@@ -270,7 +272,7 @@ class RunFile:
     run: RunConfig
     eval: EvalConfig
     policies: Mapping[str, Policy]
-    engines: Mapping[str, Part]  # core: EngineKeys; empty where nothing samples
+    engines: Mapping[str, Part]  # core: EngineKeys; those that sample; empty where nothing does
     backend: Part  # core: BackendKeys
     sync: Part | None  # core: SyncKeys
     launcher: Part
@@ -279,10 +281,11 @@ class RunFile:
     extensions: Mapping[str, Part]
     tree: Mapping[str, Any]
     origins: Mapping[str, str]
+    judges: Mapping[str, Part] = field(default_factory=dict)  # core: EngineKeys; engines that a role names
 
     def parts(self) -> tuple[Part, ...]:
         """Every chosen plugin of the run, once each, in the order of the run file."""
-        found = [*self.engines.values(), self.backend, self.launcher, *self.trackers.values()]
+        found = [*self.engines.values(), *self.judges.values(), self.backend, self.launcher, *self.trackers.values()]
         found += [*self.scorers.values(), *self.extensions.values(), *([self.sync] if self.sync else [])]
         for policy in self.policies.values():
             found += [policy.model, policy.renderer, *policy.envs.values()]

@@ -82,6 +82,7 @@ def miles_rollout():
         Provider(name="toy", config=Engine, build=build, offers=[*offers, "keep_ids", "batch_invariant"]),
         Provider(name="blind", config=Nothing, build=build, offers=["logprobs"]),
         Provider(name="plain", config=Nothing, build=build, offers=offers),
+        Provider(name="reader", config=Nothing, build=build, offers=["prompt_logprobs", "weights.checkpoint"]),
     ]
 
 @hookimpl
@@ -179,7 +180,7 @@ def miles_tracker():
 """
 
 NAMES = {
-    "rollout": ["toy", "blind", "plain"],
+    "rollout": ["toy", "blind", "plain", "reader"],
     "backend": ["sgd", "adam"],
     "sync": ["bucketed", "p2p"],
     "env": ["arithmetic", "jsonl"],

@@ -243,6 +243,38 @@ def test_a_scorer_cannot_be_asked_for_ids_that_the_student_chose(compose):
         compose(BASE + TEACHER, "roles.teacher.scorer=near")
 
 
+JUDGED = (
+    BASE.replace("rollout: {use: toy, max_new_tokens: 12}", "engines: {main: {use: toy}, judge: {use: reader}}")
+    + "roles: {teacher: {source: b, engine: judge}}\n"
+)
+
+
+def test_an_engine_may_hold_a_role_and_then_samples_nothing(compose):
+    run = compose(JUDGED)
+    assert list(run.engines) == ["main"] and list(run.judges) == ["judge"]
+    assert {p.name for p in run.parts() if p.kind == "rollout"} == {"main", "judge"}
+    assert list(from_tree(json.loads(json.dumps(run.tree)), compose.catalogue).judges) == ["judge"]
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("roles.teacher={init: actor, source: '', engine: judge}", r"roles.teacher is the engine 'judge', and has init"),
+        ("roles.teacher.update=trained", r"and has init, scorer or an update too"),
+        ("roles.teacher.engine=jury", r"roles.teacher.engine is 'jury'; engines: main, judge"),
+        ("engines.judge.use=plain", r"is 'plain', which does not offer prompt_logprobs, weights.checkpoint"),
+        ("engines.judge.count=2", r"engines.judge has count 2 and 1 roles; it holds one model, once"),
+        ("roles.other={engine: judge}", r"has count 1 and 2 roles"),
+        ("engines.main.temperature=0.7", r"engines.main samples with temperature 0.7.*scores prompts at temperature 1"),
+        ("engines.main.top_k=5", r"engines.main samples with .*top_k 5.*scores prompts at temperature 1"),
+        ("algorithm.distill=student", r"roles.teacher is the engine 'judge', which chooses its own"),
+    ],
+)
+def test_what_does_not_suit_a_role_in_an_engine(compose, override, said):
+    with pytest.raises(CombinationError, match=said):
+        compose(JUDGED, override)
+
+
 def test_an_extension_may_change_the_draft_and_the_command_line_stays_above_it(compose):
     run = compose(BASE, "extensions.faster={}", "sync.bucket_mib=32")
     assert run.policies["main"].schedule.groups_per_step == 32

@@ -26,7 +26,7 @@ from miles_rollout_local.config import LocalConfig
 from miles_rollout_local.fused import FusedForward
 from miles_rollout_local.lanes import Lane, Lanes
 from miles_rollout_local.plain import PlainForward
-from miles_rollout_local.port import TensorsPort
+from miles_rollout_local.port import CheckpointPort, TensorsPort
 from miles_rollout_local.slots import Job, Slots
 from miles_rollout_local.weights import LiveWeights
 
@@ -126,7 +126,7 @@ class LocalEngine:
         self._worker: ThreadPoolExecutor | None = None
         self._running = False
         self._kicked = False
-        self._port = TensorsPort(self)
+        self._ports = {"tensors": TensorsPort(self), "checkpoint": CheckpointPort(self)}
 
     @property
     def slots(self) -> Slots:
@@ -230,12 +230,12 @@ class LocalEngine:
         await self.control(go)
 
     def port(self, name: str) -> TensorsPort:
-        if name != "tensors":
+        if name not in self._ports:
             raise CapabilityError(
-                f"engine {self.name!r} has no weight port {name!r}; it has `tensors`",
+                f"engine {self.name!r} has no weight port {name!r}; it has {', '.join(self._ports)}",
                 fix="choose a transport that requires weights.tensors, such as `bucketed`",
             )
-        return self._port
+        return self._ports[name]
 
     async def health(self) -> Health:
         detail = "closed" if self._closed else repr(self._failure) if self._failure else ""

@@ -1,15 +1,19 @@
-"""Weight port `tensors`: whole tensors copied into the live model between two decode steps."""
+"""Weight ports `tensors` and `checkpoint`: whole tensors copied into the live model between two decode steps."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
 
 from miles_core.contracts.weights import TensorSpec
 from miles_core.errors import WeightError
 from miles_core.records import Version
 from miles_rollout_local.adapters import is_adapter
+from miles_rollout_local.weights import SPELLED
 
 if TYPE_CHECKING:
     from miles_rollout_local.engine import LocalEngine
@@ -73,3 +77,28 @@ class TensorsPort:
             )
         # Reading beside decode steps is safe: only `load` writes, and the caller has finished loading.
         return await asyncio.to_thread(engine.lanes.digests, version.policy, tensors)
+
+
+class CheckpointPort(TensorsPort):
+    """See `miles_core.contracts.weights.CheckpointPort`: tensors of a folder's safetensors files, all of them where
+    `specs` is empty, in the engine's own number format."""
+
+    async def load(self, path: str, specs: Sequence[TensorSpec]) -> None:  # type: ignore[override]
+        weights = self._engine.lanes.first.weights
+        wanted = {spec.name for spec in specs}
+        try:
+            for file in sorted(Path(path).glob("*.safetensors")):
+                with safe_open(file, framework="pt") as handle:
+                    for name in handle.keys():
+                        if wanted and name not in wanted:
+                            continue
+                        tensor = await asyncio.to_thread(handle.get_tensor, name)
+                        view = weights.views.get(name)
+                        tensor = tensor if view is None else tensor.to(view.dtype)  # another name is refused below
+                        spec = TensorSpec(name=name, shape=tuple(tensor.shape), dtype=SPELLED[tensor.dtype])
+                        await super().load([(spec, tensor)])
+        except (OSError, SafetensorError) as error:
+            raise WeightError(
+                f"engine {self._engine.name!r} cannot read the weights in {path}: {error}",
+                fix="repair the folder, or name another",
+            ) from error

@@ -1,6 +1,7 @@
 """What fails while it is built leaves nothing open: neither a trainer, nor a sampler process, nor a controller."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,7 @@ def closed(monkeypatch):
 def test_a_trainer(prepared, closed):
     found = closed("sync")
     with pytest.raises(EngineError, match="no room"):
-        TrainerWorker(prepared.wiring, 0, 1, lambda: False)
+        TrainerWorker(replace(prepared.wiring, built=[]), 0, 1, lambda: False)
     assert found == ["backend"]
 
 
@@ -55,7 +56,7 @@ def test_a_trainer(prepared, closed):
     ("kind", "nth", "want"),
     [
         ("rollout", 1, ["launcher", "backend", "sync", "rollout"]),
-        ("scorer", 0, ["launcher", "backend", "sync", "rollout", "rollout"]),
+        ("sync", 1, ["launcher", "backend", "sync", "rollout", "rollout"]),
     ],
 )
 def test_a_controller(prepared, closed, kind, nth, want):
@@ -66,8 +67,8 @@ def test_a_controller(prepared, closed, kind, nth, want):
 
 
 def test_a_sampler_process(prepared, closed):
-    found = closed("scorer")
+    found = closed("rollout", 1)
     payload = prepared.wiring.payload(prepared.lock)
     with pytest.raises(EngineError, match="no room"):
         sampler_worker(rank=0, count=1, cancelled=lambda: False, engines={}, **payload)
-    assert found == ["rollout", "rollout"]
+    assert found == ["rollout", "scorer"]

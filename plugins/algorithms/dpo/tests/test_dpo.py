@@ -152,3 +152,5 @@ def test_the_preset_reads_pairs():
     assert tree == {"episodes": "demonstrations", "aggregation": "episode_mean", "loss": {"use": "dpo", "beta": 0.1}}
     for made in (provider, plugin.miles_term()):
         assert "σ(βh)" in made.explain and "arXiv" in made.explain and "Deviations" in made.explain.splitlines()[-1]
+        for formula in ("(h − 1/(2β))²", "−(1−ε)·log σ(βh) − ε·log σ(−βh)", "/(1−2ε)", "reference_free: π_ref = 0"):
+            assert formula in made.explain

@@ -10,6 +10,8 @@ from miles_core.provider import BuildContext, Provider
 
 EXPLAIN = """\
 −log σ(βh) per pair, h = (π − π_ref)(chosen) − (π − π_ref)(rejected), sums over trainable tokens
+ipo: (h − 1/(2β))²; conservative: −(1−ε)·log σ(βh) − ε·log σ(−βh); robust: (−(1−ε)·log σ(βh) + ε·log σ(−βh))/(1−2ε)
+length_normalised: means instead of sums; reference_free: π_ref = 0
 Paper: Rafailov et al., arXiv 2305.18290; ipo: Azar et al., arXiv 2310.12036; robust: Chowdhury et al., arXiv 2403.00409
 Deviations: none; ipo takes means over tokens unless length_normalised: false."""
 

@@ -81,12 +81,13 @@ def test_the_documented_adapters_bind(tmp_path):
 
 
 def test_the_documented_teachers_bind(tmp_path):
-    whole, mixed, beside, served = blocks("docs/how-to/distil.md", "yaml")
+    whole, mixed, beside, held, served = blocks("docs/how-to/distil.md", "yaml")
     algorithm = re.compile(r"^algorithm:.*\n", re.MULTILINE)
     roles = re.compile(r"^roles:\n(  .*\n)+", re.MULTILINE)
     texts = [whole, algorithm.sub(mixed, whole), algorithm.sub(beside, whole)]
+    texts.append(re.sub(r"^rollout:.*\n", "", roles.sub("", algorithm.sub("", whole)), flags=re.MULTILINE) + held)
     texts.append(roles.sub("", algorithm.sub("", whole)) + served)
-    for text, preset in zip(texts, ("opd_topk", "opd", "grpo", "opd_topk"), strict=True):
+    for text, preset in zip(texts, ("opd_topk", "opd", "grpo", "opd_topk", "opd_topk"), strict=True):
         (tmp_path / "distil.yaml").write_text(text)
         run = load(tmp_path / "distil.yaml")
         found = run.policies["main"].algorithm

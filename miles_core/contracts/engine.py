@@ -29,6 +29,10 @@ class Request:
     request: they are context, are not returned again, and count against `sampling.max_new_tokens`; the draw of new
     token i (counted from the first token of the first call) depends on (seed, i) only. `want` names capabilities
     beside `logprobs`: `keep_ids`, `routed_experts`, …; an engine that does not offer one raises `CapabilityError`.
+
+    `prompt_logprobs` wants log-probabilities of the prompt itself; `prompt_top_logprobs:K` beside it (K from 1 to the
+    size of the vocabulary), each position's K likeliest tokens too. Where it is wanted, `sampling.max_new_tokens` may
+    be 0: nothing is sampled, and the completion has no tokens, no spans and finish `length`.
     """
 
     id: str
@@ -49,6 +53,12 @@ class Completion:
     `columns`: `tokens` int32 [n] (a stop token is included), `logprobs` float32 [n] of the distribution that was really
     sampled (tempered, cut, renormalised); `keep_ids` int32 flat with `keep_counts` int32 [n] where wanted; others as
     their capability says. Spans count from this call's first token.
+
+    Capability `prompt_logprobs`, where wanted: `prompt_logprobs` float32 [len(prompt)], of each prompt token given
+    those before it (0 at the first), at temperature 1 over the whole vocabulary, all under one version: that of the
+    first span. With `prompt_top_logprobs:K`: `prompt_topk_ids` int32 and `prompt_topk_logprobs` float32
+    [len(prompt), K], most likely first (zeros at the first token). A request that was aborted before its prompt was
+    computed has none of them.
     """
 
     request: str

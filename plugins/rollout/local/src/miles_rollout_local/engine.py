@@ -24,10 +24,12 @@ from miles_rollout_local import models
 from miles_rollout_local.adapters import Adapters
 from miles_rollout_local.config import LocalConfig
 from miles_rollout_local.fused import FusedForward
+from miles_rollout_local.jobs import Job
 from miles_rollout_local.lanes import Lane, Lanes
 from miles_rollout_local.plain import PlainForward
 from miles_rollout_local.port import CheckpointPort, TensorsPort
-from miles_rollout_local.slots import Job, Slots
+from miles_rollout_local.scoring import asked
+from miles_rollout_local.slots import Slots
 from miles_rollout_local.weights import LiveWeights
 
 #: Largest cache that `batch_invariant` allocates at once without being told a length.
@@ -271,7 +273,7 @@ class LocalEngine:
         if not s.invariant:
             return
         length = min(8, s.max_length - 1)
-        width = s._width(length)
+        width = s.width(length)
         tokens = np.arange(length) % len(s.is_stop)
         rows = max(1, 256 // width)
         ids = np.zeros((rows, width), np.int64)
@@ -305,23 +307,30 @@ class LocalEngine:
                 f"{', '.join(map(repr, self.lanes.versions))}",
                 fix="route requests by policy, and publish a policy's weights before its first request",
             )
-        lacking = request.want - self.offers
+        k, needs = asked(request.want)
+        lacking = needs - self.offers
         lacking |= {key for key in request.prompt if key != "tokens"}
         if lacking:
             raise CapabilityError(
                 f"request {request.id!r} wants {sorted(lacking)}; the engine `local` offers {sorted(self.offers)}",
                 fix="choose an engine that offers it",
             )
+        if k is not None and k > len(self.slots.is_stop):
+            raise EngineError(
+                f"request {request.id!r} wants the {k} likeliest tokens; the vocabulary has {len(self.slots.is_stop)}",
+                fix="ask for fewer",
+            )
         given = request.prompt["tokens"]
+        most = self.slots.max_length - (0 if k is not None and request.sampling.max_new_tokens == 0 else 1)
+        if not 0 < len(given) <= most:  # type: ignore[arg-type]  # no `Ref` comes here
+            raise EngineError(
+                f"the prompt of request {request.id!r} has {len(given)} tokens; from 1 to {most} fit"  # type: ignore[arg-type]
+                + (", so that an answer may follow" if most < self.slots.max_length else ""),
+                fix="shorten the prompt, or raise rollout.max_length where the model allows it",
+            )
         if id(given) in prompts:
             return Job(request, prompts[id(given)], self.slots.max_length)
         prompt = np.asarray(given, np.int64)
-        if not 0 < len(prompt) < self.slots.max_length:
-            raise EngineError(
-                f"the prompt of request {request.id!r} has {len(prompt)} tokens; from 1 to {self.slots.max_length - 1} "
-                "fit, so that an answer may follow",
-                fix="shorten the prompt, or raise rollout.max_length where the model allows it",
-            )
         if prompt.view(np.uint64).max() >= len(self.slots.is_stop):  # a negative id is huge
             raise EngineError(
                 f"the prompt of request {request.id!r} holds a token outside the vocabulary of "

@@ -113,6 +113,24 @@ class FusedForward:
         mix = None if which is None else self._mix(which)
         return self._logits(self._layers(ids, positions, attend, mix))
 
+    def every(self, ids: torch.Tensor, which: Any = None) -> Callable[[torch.Tensor], torch.Tensor]:
+        """As `prefill`, keeping no entries. Returns a function of flat places (int64 [n], row * t + token): the logits
+        float32 [n, vocabulary] that follow them."""
+        b, t = ids.shape
+
+        def attend(index: int, heads: torch.Tensor) -> torch.Tensor:
+            heads = heads.view(b, t, -1, self.head_dim).transpose(1, 2)
+            q = heads[:, : self.heads]
+            k, v = heads[:, self.heads :].chunk(2, 1)
+            out = F.scaled_dot_product_attention(
+                *(q, k, v), is_causal=True, scale=self.scaling, enable_gqa=self.heads != self.kv_heads
+            )
+            return out.transpose(1, 2).reshape(b * t, -1)
+
+        mix = None if which is None else self._mix(np.repeat(which, t))
+        x = self._layers(ids.reshape(-1), torch.arange(t).repeat(b), attend, mix)
+        return lambda places: self._logits(x[places])
+
     def _mix(self, which: Any) -> Mix | None:
         return None if self.adapters is None else self.adapters.mix(which)
 

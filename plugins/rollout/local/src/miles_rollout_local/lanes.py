@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from miles_core.contracts.model import ModelSource
     from miles_core.contracts.weights import TensorSpec
     from miles_core.records import Version
-    from miles_rollout_local.slots import Job, Slots
+    from miles_rollout_local.jobs import Job
+    from miles_rollout_local.slots import Slots
     from miles_rollout_local.weights import LiveWeights
 
 
@@ -154,7 +155,7 @@ class Lanes:
     # --- all batches as one ------------------------------------------------------------------------------------------
 
     def enqueue(self, job: Job) -> None:
-        self.by_policy[job.request.policy].slots.waiting.append(job)
+        self.by_policy[job.request.policy].slots.enqueue(job)
 
     @property
     def busy(self) -> bool:
@@ -178,5 +179,6 @@ class Lanes:
         return [done for lane in self.all for done in lane.slots.take_finished()]
 
     def counts(self) -> tuple[int, int]:
-        """Requests that run, and that wait for a slot."""
-        return sum(len(lane.slots.jobs) for lane in self.all), sum(len(lane.slots.waiting) for lane in self.all)
+        """Requests that run, and that wait for a slot or to be scored."""
+        slots = [lane.slots for lane in self.all]
+        return sum(len(s.jobs) for s in slots), sum(len(s.waiting) + len(s.unscored) for s in slots)

@@ -7,6 +7,7 @@ handed over ready-made (four dimensions), which transformers passes on as they a
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -106,6 +107,13 @@ class PlainForward:
         if mask is None:
             mask = torch.ones(len(ids), 1, 1, span, dtype=torch.bool)
         return self._run(ids[:, None], positions[:, None], mask, _Slots(arena, positions, span))[:, -1].float()
+
+    def every(self, ids: torch.Tensor, which: Any = None) -> Callable[[torch.Tensor], torch.Tensor]:
+        """See `FusedForward.every`. The head may scale or cap: the model makes the logits of all tokens at once."""
+        b, t = ids.shape
+        mask = torch.ones(t, t, dtype=torch.bool).tril().expand(b, 1, t, t)
+        logits = self._run(ids, torch.arange(t).expand(b, -1), mask, _Recorder()).flatten(0, 1)
+        return lambda places: logits[places].float()
 
     def _run(self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, cache: _Recorder) -> torch.Tensor:
         result = self.model(

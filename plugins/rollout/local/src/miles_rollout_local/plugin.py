@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 OFFERS = frozenset(
     {
-        *("weights.tensors", "weights.checkpoint", "logprobs", "keep_ids", "policies"),
+        *("weights.tensors", "weights.checkpoint", "logprobs", "keep_ids", "prompt_logprobs", "policies"),
         *("pause.in_place", "pause.recompute", "pause.abort", "pause.finish"),
     }
 )

@@ -14,11 +14,13 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from miles_core.contracts.engine import Completion, Request
+from miles_core.contracts.engine import Completion
 from miles_core.errors import EngineError
 from miles_core.records import Finish, Span, Version
+from miles_rollout_local.jobs import Job
 from miles_rollout_local.prefixes import Prefixes
 from miles_rollout_local.sampling import Kept, Knobs, sample, uniform
+from miles_rollout_local.scoring import score
 
 Array = np.ndarray[Any, Any]
 _FIELDS = "temperature top_k top_p seed draw count limit length last tail adapter".split()
@@ -46,42 +48,7 @@ class Forward(Protocol):
         which: Any = None,
     ) -> torch.Tensor: ...
 
-
-class Job:
-    """One request inside the engine. `tokens`, `logprobs`: what was sampled before it last lost its slot."""
-
-    __slots__ = (
-        "batch",
-        "context",
-        "encoded",
-        "index",
-        "keep",
-        "limit",
-        "logprobs",
-        "marks",
-        "offset",
-        "request",
-        "tail",
-        "tokens",
-    )
-
-    def __init__(self, request: Request, prompt: Array, max_length: int) -> None:
-        resume = request.resume
-        self.request = request
-        self.offset = 0 if resume is None else len(resume)  # draws already made by earlier calls
-        self.context = prompt if resume is None else np.concatenate([prompt, np.asarray(resume, np.int64)])
-        self.limit = min(request.sampling.max_new_tokens - self.offset, max_length - len(self.context))
-        self.tokens: Array = np.zeros(0, np.int32)
-        self.logprobs: Array = np.zeros(0, np.float32)
-        self.marks: list[tuple[int, Version]] = []  # from which token on which version sampled
-        self.keep: list[tuple[int, Array]] = []  # (token, kept ids), where wanted
-        self.encoded: tuple[Version, Array] | None = None  # what lies in its row since it got a slot, by which weights
-        self.tail = 0  # tokens to decode when looking for stop strings; 0 without any
-        stops = request.sampling.stop
-        if stops:
-            self.tail = max(len(stop.encode()) for stop in stops) + 8
-        self.batch: Any = None  # the engine's: what it came with, and its place there
-        self.index = 0
+    def every(self, ids: torch.Tensor, which: Any = None) -> Callable[[torch.Tensor], torch.Tensor]: ...
 
 
 class Slots:
@@ -109,6 +76,7 @@ class Slots:
         self.arena: torch.Tensor | None = None
         self.versions: dict[str, Version] = {}  # policy -> what its tokens carry
         self.waiting: deque[Job] = deque()
+        self.unscored: deque[Job] = deque()  # nothing but the scores of their prompts is wanted: they take no slot
         self.jobs: list[Job] = []
         self.patience = _PATIENCE_STEPS
         self.prefixes = Prefixes() if share_prefixes and forward.takes_past and not invariant else None
@@ -125,7 +93,11 @@ class Slots:
 
     @property
     def busy(self) -> bool:
-        return bool(self.jobs or self.waiting)
+        return bool(self.jobs or self.waiting or self.unscored)
+
+    def enqueue(self, job: Job) -> None:
+        only_scored = job.asks is not None and job.limit <= 0
+        (self.unscored if only_scored else self.waiting).append(job)
 
     def activate(self, version: Version) -> None:
         """Tokens of its policy that are sampled from now on carry `version`."""
@@ -149,9 +121,10 @@ class Slots:
         """End the requests that `chosen` picks, with what they have sampled so far."""
         rows = [row for row, job in enumerate(self.jobs) if chosen(job)]
         self._leave(rows, [Finish.ABORT] * len(rows))
-        gone = [job for job in self.waiting if chosen(job)]
+        gone = [job for job in (*self.waiting, *self.unscored) if chosen(job)]
         if gone:
             self.waiting = deque(job for job in self.waiting if job not in gone)
+            self.unscored = deque(job for job in self.unscored if job not in gone)
             self.finished += [(job, self._complete(job, Finish.ABORT)) for job in gone]
 
     def take_finished(self) -> list[tuple[Job, Completion | Exception]]:
@@ -161,7 +134,9 @@ class Slots:
     # --- a step ------------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Admit what fits, then decode one token for every running request."""
+        """Score prompts that wait for nothing else, admit what fits, decode one token for every running request."""
+        if self.unscored:
+            self._score()
         if self._should_admit():
             self._admit()
         n = len(self.jobs)
@@ -183,6 +158,15 @@ class Slots:
         logits = self.forward.decode(torch.from_numpy(s["last"][:run]), where, self.arena, span, mask, which)
         s["length"][:n] += 1
         self._emit(0, n, logits[:n])
+
+    def _score(self) -> None:
+        """As many prompts, in their order, as `prefill_tokens` hold; the others after the next decode step."""
+        jobs = [self.unscored.popleft()]
+        room = self.prefill_tokens - self.width(len(jobs[0].prompt))
+        while self.unscored and (room := room - self.width(len(self.unscored[0].prompt))) >= 0:
+            jobs.append(self.unscored.popleft())
+        score(self, jobs)
+        self.finished += [(job, self._complete(job, Finish.LENGTH)) for job in jobs]
 
     def _should_admit(self) -> bool:
         """A prefill costs about as much as a decode step: collect some free slots first, but for four steps at most."""
@@ -211,9 +195,9 @@ class Slots:
                 self.finished.append((job, self._complete(job, Finish.LENGTH)))
                 continue
             context = np.concatenate([job.context, job.tokens]) if len(job.tokens) else job.context
-            key = (self._adapter(job), context.tobytes())
+            key = (self.adapter(job), context.tobytes())
             if key not in contexts:
-                width = max(widest, self._width(len(context)))
+                width = max(widest, self.width(len(context)))
                 if unique and width * (len(unique) + 1) > self.prefill_tokens:
                     break
                 widest = width
@@ -224,6 +208,7 @@ class Slots:
             joined.append((self.waiting.popleft(), contexts[key]))
         if not joined:
             return
+        score(self, [job for job, _ in joined if job.asks is not None and job.scored is None])
         first = len(self.jobs)
         index = np.array([which for _, which in joined])
         lengths = np.array([len(c) for c in unique])
@@ -236,13 +221,13 @@ class Slots:
         self._seat(first, [job for job, _ in joined], lengths[index])
         self._emit(first, len(self.jobs), logits[torch.from_numpy(index)])
 
-    def _width(self, length: int) -> int:
+    def width(self, length: int) -> int:
         """Padded length of a prefill row: its own; a power of two in constant shapes, by its own length only."""
         if not self.invariant:
             return length
         return min(max(16, 1 << (length - 1).bit_length()), self.capacity)
 
-    def _adapter(self, job: Job) -> int:
+    def adapter(self, job: Job) -> int:
         """The adapter of its policy; 0 where this forward has none."""
         adapters = self.forward.adapters
         return 0 if adapters is None else int(adapters.number[job.request.policy])
@@ -252,7 +237,7 @@ class Slots:
     ) -> torch.Tensor:
         """Compute `contexts`, each with its adapter; write their entries to rows `first …` (row first + i takes context
         index[i])."""
-        widths = np.array([self._width(int(n)) for n in lengths])
+        widths = np.array([self.width(int(n)) for n in lengths])
         chunks: list[tuple[Array, int, int]] = []  # contexts, rows, width
         if self.invariant:
             for width in np.unique(widths).tolist():
@@ -329,7 +314,7 @@ class Slots:
             "count": [len(job.tokens) for job in jobs],
             "limit": [job.limit for job in jobs],
             "tail": [job.tail for job in jobs],
-            "adapter": [self._adapter(job) for job in jobs],
+            "adapter": [self.adapter(job) for job in jobs],
             "length": lengths,
         }
         for name, value in values.items():
@@ -396,13 +381,7 @@ class Slots:
             if reason is Finish.ERROR:
                 if self.arena is not None:
                     self.arena[:, row] = 0  # masked entries count 0 times, and 0 x NaN would reach the next tenant
-                held = self.versions[job.request.policy]
-                problem = EngineError(
-                    f"engine {self.name!r}: the model gave a log-probability that is not finite for request "
-                    f"{job.request.id!r} at token {len(job.tokens) - 1}, with weights {held}",
-                    fix="look for NaN in the weights or a learning rate that is too high",
-                )
-                self.finished.append((job, problem))
+                self.finished.append((job, self._not_finite(job, f"at token {len(job.tokens) - 1}")))
             else:
                 self.finished.append((job, self._complete(job, reason)))
         n, gone = len(self.jobs), set(rows)
@@ -419,9 +398,22 @@ class Slots:
                 self.arena[:, holes, :, :span] = self.arena[:, movers, :, :span]
         del self.jobs[left:]
 
-    def _complete(self, job: Job, finish: Finish) -> Completion:
+    def _not_finite(self, job: Job, where: str) -> EngineError:
+        return EngineError(
+            f"engine {self.name!r}: the model gave a log-probability that is not finite for request "
+            f"{job.request.id!r} {where}, with weights {self.versions[job.request.policy]}",
+            fix="look for NaN in the weights or a learning rate that is too high",
+        )
+
+    def _complete(self, job: Job, finish: Finish) -> Completion | EngineError:
         n = len(job.tokens)
         columns: dict[str, Array] = {"tokens": job.tokens, "logprobs": job.logprobs}
+        info = {}
+        if job.scored is not None:
+            if not np.isfinite(job.scored.logprobs).all():
+                return self._not_finite(job, "in its prompt")
+            columns |= job.scored.columns(job.asks or 0)
+            info = {"prompt_version": str(job.scored.version)}
         if "keep_ids" in job.request.want:
             counts = np.zeros(n, np.int32)
             for token, ids in job.keep:
@@ -436,7 +428,9 @@ class Slots:
                 if starts[i + 1] > starts[i]
             ]
         )
-        return Completion(request=job.request.id, columns=columns, spans=spans, finish=finish, engine=self.name)
+        return Completion(
+            request=job.request.id, columns=columns, spans=spans, finish=finish, engine=self.name, info=info
+        )
 
     def _mark(self, job: Job, start: int) -> None:
         version = self.versions[job.request.policy]

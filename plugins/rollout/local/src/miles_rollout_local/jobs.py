@@ -1,0 +1,55 @@
+"""One request on its way through the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from miles_core.contracts.engine import Request
+from miles_core.records import Version
+from miles_rollout_local.scoring import Scores, asked
+
+Array = np.ndarray[Any, Any]
+
+
+class Job:
+    """One request inside the engine. `tokens`, `logprobs`: what was sampled before it last lost its slot."""
+
+    __slots__ = (
+        "asks",
+        "batch",
+        "context",
+        "encoded",
+        "index",
+        "keep",
+        "limit",
+        "logprobs",
+        "marks",
+        "offset",
+        "prompt",
+        "request",
+        "scored",
+        "tail",
+        "tokens",
+    )
+
+    def __init__(self, request: Request, prompt: Array, max_length: int) -> None:
+        resume = request.resume
+        self.request, self.prompt = request, prompt
+        self.asks, _ = asked(request.want)  # about the prompt: how many likeliest tokens; `None`: nothing
+        self.scored: Scores | None = None
+        self.offset = 0 if resume is None else len(resume)  # draws already made by earlier calls
+        self.context = prompt if resume is None else np.concatenate([prompt, np.asarray(resume, np.int64)])
+        self.limit = min(request.sampling.max_new_tokens - self.offset, max_length - len(self.context))
+        self.tokens: Array = np.zeros(0, np.int32)
+        self.logprobs: Array = np.zeros(0, np.float32)
+        self.marks: list[tuple[int, Version]] = []  # from which token on which version sampled
+        self.keep: list[tuple[int, Array]] = []  # (token, kept ids), where wanted
+        self.encoded: tuple[Version, Array] | None = None  # what lies in its row since it got a slot, by which weights
+        self.tail = 0  # tokens to decode when looking for stop strings; 0 without any
+        stops = request.sampling.stop
+        if stops:
+            self.tail = max(len(stop.encode()) for stop in stops) + 8
+        self.batch: Any = None  # the engine's: what it came with, and its place there
+        self.index = 0

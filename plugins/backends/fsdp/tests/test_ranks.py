@@ -27,12 +27,14 @@ CASES = {
     "bfloat16": {"dtype": "bfloat16", "unit_mib": 0},
     "idle": {"micro_tokens": 10**6, "one": True},
     "shares": {"micro_tokens": 40, "unit_mib": 0, "shares": True},
+    "trainable": {"micro_tokens": 40, "unit_mib": 0, "trainable": ["model.layers.1.self_attn.*", "model.norm.*"]},
 }
 
 
 def setting(case: str) -> tuple[FsdpConfig, dict[str, Any]]:
     options = dict(CASES[case])
     changes = {"one": options.pop("one", False), "shares": options.pop("shares", False)}
+    changes["options"] = {"trainable": options.pop("trainable", [])}
     if "dtype" in options:
         options["dtype"] = Dtype[options["dtype"]]
     return FsdpConfig(**options), changes
@@ -53,6 +55,7 @@ def run(case: str, folder: Path, rank: int, ranks: int) -> None:
         architecture=source("qwen3_moe" if case == "blocks" else "qwen3"),
         config=config,
         optimizer=OPTIMIZER,
+        options=changes["options"],
         roles={"reference": {"init": "actor", "update": "frozen"}, **(SHARES if changes["shares"] else {})},
         rank=rank,
         ranks=ranks,
@@ -126,6 +129,7 @@ def test_two_ranks_equal_one(case: str, tmp_path: Path) -> None:
         architecture=source("qwen3_moe" if case == "blocks" else "qwen3"),
         config=base,
         optimizer=OPTIMIZER,
+        options=changes["options"],
         roles=SHARES if changes["shares"] else {},
     )
     backend.load(tmp_path / "save_2")

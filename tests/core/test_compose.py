@@ -259,7 +259,10 @@ def test_an_engine_may_hold_a_role_and_then_samples_nothing(compose):
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("roles.teacher={init: actor, source: '', engine: judge}", r"roles.teacher is the engine 'judge', and has init"),
+        (
+            "roles.teacher={init: actor, source: '', engine: judge}",
+            r"is the engine .judge., and has init",
+        ),
         ("roles.teacher.update=trained", r"and has init, scorer or an update too"),
         ("roles.teacher.engine=jury", r"roles.teacher.engine is 'jury'; engines: main, judge"),
         ("engines.judge.use=plain", r"is 'plain', which does not offer prompt_logprobs, weights.checkpoint"),

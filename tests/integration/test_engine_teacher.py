@@ -58,6 +58,6 @@ def test_an_engine_teaches_what_the_backend_would(run, algorithm, metric):
     run("teacher", "algorithm: sft\nschedule: {groups_per_step: 64}\n", "run.seed=3", "optimizer.lr=1.0e-2")
     text = SAMPLED + f"algorithm: {algorithm}\n"
     here, there = run("here", text + BACKEND), run("there", text + ENGINE)
-    assert len(here(metric)) == 3 and here(metric)[0] > 0.05
+    assert len(here(metric)) == 3 and here(metric)[0] > 0.01
     assert there(metric) == pytest.approx(here(metric), rel=1e-3, abs=1e-5)
     assert there("train/loss") == pytest.approx(here("train/loss"), rel=1e-3, abs=1e-5)

@@ -17,7 +17,7 @@ class TopkKl:
     """See `numerics.distill.set_kl` for the formula.
 
     The set holds the k most likely tokens of the student (at the proximal pass), of the teacher, or of both. With
-    `chosen_by_scorer` the teacher is a scorer that tells its own top k, and no more: the mass of its rest is then
+    `chosen_by_scorer` the teacher is a scorer or an engine, which tells its own top k only: the mass of its rest is then
     1 − Σ t, exact to about 1e-7. Metrics: `student_mass` and `teacher_mass` on the set.
     """
 

@@ -17,8 +17,8 @@ class TopkKl:
     """See `numerics.distill.set_kl` for the formula.
 
     The set holds the k most likely tokens of the student (at the proximal pass), of the teacher, or of both. With
-    `chosen_by_scorer` the teacher is a scorer or an engine, which tells its own top k only: the mass of its rest is then
-    1 − Σ t, exact to about 1e-7. Metrics: `student_mass` and `teacher_mass` on the set.
+    `chosen_by_scorer` the teacher is a scorer or an engine, which tells its own top k only: the mass of its rest is
+    then 1 − Σ t, exact to about 1e-7. Metrics: `student_mass` and `teacher_mass` on the set.
     """
 
     level: TermLevel = "unit"

@@ -236,18 +236,17 @@ def _loss(batch: Any, run: Any, data: Mapping[str, Any]) -> list[float]:
     import torch
 
     from miles_core.aggregation import with_weights
-    from miles_core.contracts.learning import BoundTerm, TermInfo
+    from miles_core.contracts.learning import BoundTerm
     from miles_core.numerics import objective
     from miles_core.numerics.views import MicroView
 
     term, keys = _built(run, "loss"), run.policies["main"].algorithm.keys
-    told = {n: getattr(term, n) for n in ("level", "mask", "weighted", "aggregation", "outputs", "needs")}
-    info = TermInfo(name="t", coef=1.0, role="actor", dynamic=False, **told)
-    ready = with_weights(batch, [info], keys)
+    bound = BoundTerm(name="t", term=term, coef=1.0)
+    ready = with_weights(batch, [bound.info], keys)
     flat = np.concatenate([np.array(data["current"][i], np.float64)[:n] for i, n in enumerate(data["lengths"])])
     leaf = torch.from_numpy(flat).requires_grad_()
     view = MicroView(ready, lambda output: leaf)
-    loss, _ = objective.evaluate(view.at, [BoundTerm(name="t", term=term, coef=1.0)], str)
+    loss, _ = objective.evaluate(view.at, [bound], str)
     loss.backward()
     return [loss.item(), *_list(leaf.grad.numpy()[batch.columns["trainable"]])]
 

@@ -9,6 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 from miles_core import __version__
+from miles_core.config.schema import is_on
 from miles_core.contracts import backend, engine, environment, extension, launcher, learning, model, rendering, weights
 from miles_core.discovery import CORE, Catalogue, Loaded, close
 from miles_core.errors import CapabilityError, LockError, PluginContractError
@@ -163,8 +164,8 @@ def match_capabilities(run_file: RunFile, catalogue: Catalogue) -> tuple[Row, ..
 
 
 def _built(run_file: RunFile) -> list[Part]:
-    """Parts that will exist: a term whose coefficient is 0 is not built."""
-    return [p for p in run_file.parts() if getattr(p.core, "coef", 1.0) != 0 and p not in run_file.judges.values()]
+    """Parts that will exist beside the engines that hold a role, which serve nobody else."""
+    return [p for p in run_file.parts() if is_on(p) and p not in run_file.judges.values()]
 
 
 def _label(part: Part) -> str:

@@ -6,6 +6,7 @@ rejection: mean and maximum of |log w|, k3(π_b‖π_p) = mean(w − 1 − log w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -62,7 +63,7 @@ def by_episode(batch: Batch, penalties: Sequence[str]) -> dict[str, dict[str, fl
     found = {"advantage": _episode_mean(batch, batch.columns["advantages"])} if "advantages" in batch.columns else {}
     found |= {name: batch.columns[name] for name in penalties}
     rows = zip(batch.episode_ids, *(values.tolist() for values in found.values()), strict=True)
-    return {id: {k: v for k, v in zip(found, row, strict=True) if np.isfinite(v)} for id, *row in rows}
+    return {id: {k: v for k, v in zip(found, row, strict=True) if math.isfinite(v)} for id, *row in rows}
 
 
 def _episode_mean(batch: Batch, values: Array) -> Array:

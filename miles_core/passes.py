@@ -68,7 +68,7 @@ class Passes:
     ) -> None:
         self._policy = policy
         self._scorers = scorers
-        self._by = {n: role.scorer or role.engine for n, role in policy.roles.items() if role.scorer or role.engine}
+        self._by = {name: role.held_by for name, role in policy.roles.items() if role.held_by}
         self._by |= {name: name for name in scorers if name not in policy.roles}
         found: dict[str, Output] = {}
         parts = [(f"the stage {n!r} ({phase})", stage) for phase in PHASES for n, stage in stages.get(phase, ())]

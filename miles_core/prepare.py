@@ -5,7 +5,6 @@ Capabilities, the plugin lock, model sources, renderers, environments and the fi
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from miles_core.columns import CORE_COLUMNS, ColumnSpec
 from miles_core.compatibility import match_capabilities, plugin_lock
-from miles_core.config.binding import bind
+from miles_core.config.binding import bind, join
 from miles_core.config.schema import Part
 from miles_core.config.source import RunLoader, resolve_source
 from miles_core.errors import DataError, LateDataError, ModelSourceError, PluginContractError, blamed
 from miles_core.provider import Place
 from miles_core.records import Sampling
 from miles_core.sampler import SamplingPolicy
-from miles_core.vocabulary import check_vocabulary
+from miles_core.vocabulary import check_vocabulary, vocabulary_size
 from miles_core.wiring import Wiring, sources_of
 
 if TYPE_CHECKING:
@@ -159,7 +158,7 @@ def model_sources(run_file: RunFile, catalogue: Catalogue, export: RunLoader, be
         }
         for name, role in policy.roles.items():
             if role.source:
-                path = f"{policy.at}.roles.{name}" if policy.at else f"roles.{name}"
+                path = join(policy.at, f"roles.{name}")
                 check_vocabulary(found[policy.name]["actor"], found[policy.name][name], path)
     return found
 
@@ -201,17 +200,11 @@ def _probe(name: str, env: Any, renderer: Any, model: ModelSource, *, evaluates:
 
 def _fits(model: ModelSource, renderer: Any, task: str, ids: Sequence[int]) -> None:
     """Refuse a tokenizer whose ids the model has no embedding for."""
-    config: Any = model.architecture
-    if model.folder is not None:
-        with blamed(
-            f"{model.folder / 'config.json'} cannot be read", ModelSourceError, "repair it, or name another folder"
-        ):
-            config = json.loads((model.folder / "config.json").read_text())
-    size = config.get("vocab_size") if isinstance(config, Mapping) else None
+    size = vocabulary_size(model)
     largest = max([*ids, *renderer.stop_ids], default=0)
     if model.folder is None and model.tokenizer_folder is None:  # drawn for this tokenizer: all of it must fit
         largest = max(largest, renderer.tokenizer.vocab_size - 1)
-    if isinstance(size, int) and largest >= size:
+    if size is not None and largest >= size:
         raise ModelSourceError(
             f"the tokenizer of model {model.asked!r} has id {largest} (task {task!r}), and the model's vocab_size is "
             f"{size}",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -196,18 +197,18 @@ class Sampler:
         except Exception as error:
             results = [error] * group_size
         episodes = []
-        for member, result in enumerate(results):
-
-            async def answered(
-                request: Request, result: Completion | Exception = result
-            ) -> tuple[Completion, Mapping[str, Any]]:
-                if isinstance(result, Exception):
-                    raise result
-                edited = next(r for r in requests if r.id == request.id) if self._edits else request
-                return result, self._extra(shared, edited, result)
-
+        for member, (result, sent) in enumerate(itertools.zip_longest(results, requests)):
+            answered = functools.partial(self._answered, shared, result, sent)
             episodes.append(await self._episode(shared, member, answered))
         return tuple(episodes)
+
+    async def _answered(
+        self, shared: _Shared, result: Completion | Exception, sent: Request, asked: Request
+    ) -> tuple[Completion, Mapping[str, Any]]:
+        """What a session samples with where the answer is there already: `sent` is `asked`, edited by extensions."""
+        if isinstance(result, Exception):
+            raise result
+        return result, self._extra(shared, sent, result)
 
     async def abort(self, lease_ids: Sequence[str]) -> None:
         """End these leases: their episodes come back failed, with the reason `aborted`."""

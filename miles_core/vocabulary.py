@@ -6,6 +6,7 @@ Judged by `tokenizer.json` where both models have one, else by `vocab_size` of t
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from miles_core.errors import ModelSourceError, blamed
@@ -25,7 +26,7 @@ def check_vocabulary(actor: ModelSource, other: ModelSource, what: str) -> None:
     ours, theirs = _tokens(actor), _tokens(other)
     fix = f"give {what} a model with the actor's tokenizer"
     if ours is None or theirs is None:
-        sizes = _size(actor), _size(other)
+        sizes = vocabulary_size(actor), vocabulary_size(other)
         if None not in sizes and sizes[0] != sizes[1]:
             raise ModelSourceError(
                 f"{what} ({other.asked}) has {sizes[1]} tokens in its vocabulary, the actor ({actor.asked}) has "
@@ -57,9 +58,10 @@ def _tokens(source: ModelSource) -> dict[int, str] | None:
         return found | {int(entry["id"]): str(entry["content"]) for entry in data.get("added_tokens") or ()}
 
 
-def _size(source: ModelSource) -> int | None:
+def vocabulary_size(source: ModelSource) -> int | None:
+    """`vocab_size` of the model's configuration, where it says one."""
     config = source.architecture if source.folder is None else _read(source.folder / "config.json")
-    size = config.get("vocab_size")
+    size = config.get("vocab_size") if isinstance(config, Mapping) else None
     return size if isinstance(size, int) else None
 
 

@@ -153,7 +153,7 @@ class TrainerWorker:
         specs: dict[str, dict[str, RoleSpec]] = {name: {} for name in run.policies}
         for policy in run.policies.values():
             for name, role in policy.roles.items():
-                if role.scorer or role.engine:
+                if role.held_by:
                     continue  # no model of this backend
                 source = wiring.sources[policy.name][name]
                 specs[policy.name][name] = RoleSpec(
@@ -179,18 +179,7 @@ class TrainerWorker:
 
     def declare(self, policy: str) -> list[TermInfo]:
         """What the controller must know of this policy's terms."""
-        told = ("level", "mask", "weighted", "aggregation", "outputs", "needs")
-        return [
-            TermInfo(
-                name=bound.name,
-                coef=bound.coef,
-                role=bound.role,
-                dynamic=bound.dynamic,
-                scores=getattr(bound.term, "scores", {}),
-                **{name: getattr(bound.term, name) for name in told},
-            )
-            for bound in self._terms[policy]
-        ]
+        return [bound.info for bound in self._terms[policy]]
 
     def score(self, batch: Batch, outputs: tuple[Output, ...]) -> Mapping[str, Array]:
         return self.backend.score(batch, outputs)

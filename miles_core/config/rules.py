@@ -187,10 +187,11 @@ def _requirements(policy: Policy, run_file: RunFile, catalogue: Catalogue) -> Wr
                     if name == "critic"
                     else f"add {at}: {{init: actor, update: frozen}}, or with a source or a scorer of its own",
                 )
-            elif what == "scores_at_ids" and role is not None and (role.scorer or role.engine):
-                held = f"the engine {role.engine!r}" if role.engine else f"the scorer {role.scorer!r}"
+            elif what == "scores_at_ids" and role is not None and role.held_by:
+                kind = "engine" if role.engine else "scorer"
                 yield (
-                    f"{this} scores ids that the trainer chooses, and {at} is {held}, which chooses its own",
+                    f"{this} scores ids that the trainer chooses, and {at} is the {kind} {role.held_by!r}, which "
+                    "chooses its own",
                     f"give {at} a source instead of a scorer, or let the role choose the ids (support: {name})",
                 )
 

@@ -121,6 +121,11 @@ class RoleConfig:
     from_step: int = opt(0, "first step that trains it, e.g. after a critic's warm-up", unit="steps", low=0)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
+    @property
+    def held_by(self) -> str:
+        """The scorer or engine that gives its outputs; empty where it is a model of the backend."""
+        return self.scorer or self.engine
+
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyKeys:

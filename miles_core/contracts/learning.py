@@ -122,6 +122,19 @@ class BoundTerm:
     role: str = "actor"
     dynamic: bool = False
 
+    @property
+    def info(self) -> TermInfo:
+        """What the controller must know of it."""
+        told = ("level", "mask", "weighted", "aggregation", "outputs", "needs")
+        return TermInfo(
+            name=self.name,
+            coef=self.coef,
+            role=self.role,
+            dynamic=self.dynamic,
+            scores=getattr(self.term, "scores", {}),
+            **{name: getattr(self.term, name) for name in told},
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TermInfo:

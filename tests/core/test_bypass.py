@@ -9,7 +9,7 @@ import torch
 
 from miles_core.columns import CORE_COLUMNS, ColumnSpec
 from miles_core.config.schema import Algorithm, AlgorithmKeys, Part, Policy, RoleConfig, RoleUpdate, ScheduleConfig
-from miles_core.contracts.learning import LOGPROBS, BoundTerm, Output, StageOutput, TermInfo, TermOutput, UpdateResult
+from miles_core.contracts.learning import LOGPROBS, BoundTerm, Output, StageOutput, TermOutput, UpdateResult
 from miles_core.learner import Learner
 from miles_core.numerics import objective
 from miles_core.numerics.ratios import ratio
@@ -81,8 +81,7 @@ def step(advantage, corrections=BYPASS, **schedule):
         schedule=ScheduleConfig(**schedule),
         roles={"actor": RoleConfig(update=RoleUpdate.trained)},
     )
-    told = {name: getattr(Ratio, name) for name in ("level", "mask", "weighted", "aggregation", "outputs", "needs")}
-    info = TermInfo(name="ratio", coef=1.0, role="actor", dynamic=False, **told)
+    info = BoundTerm(name="ratio", term=Ratio(), coef=1.0).info
     stages = {"advantage": [("ones", advantage)], "corrections": list(corrections)}
     specs = dict(CORE_COLUMNS) | {"weight.ratio": ColumnSpec(name="weight.ratio", level="unit", dtype="float32")}
     trainer = Trainer()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from miles_core.aggregation import with_weights
 from miles_core.columns import CORE_COLUMNS, Batch, ColumnSpec
 from miles_core.config.schema import Aggregation, AlgorithmKeys
-from miles_core.contracts.learning import ENTROPY, LOGPROBS, BoundTerm, Output, TermInfo, TermOutput
+from miles_core.contracts.learning import ENTROPY, LOGPROBS, BoundTerm, Output, TermOutput
 from miles_core.errors import LearnerError
 from miles_core.numerics import objective
 from miles_core.numerics.ratios import clip, ratio
@@ -67,21 +67,7 @@ def terms():
 
 
 def infos(bound):
-    return [
-        TermInfo(
-            name=b.name,
-            coef=b.coef,
-            role=b.role,
-            dynamic=b.dynamic,
-            level=b.term.level,
-            mask=b.term.mask,
-            weighted=b.term.weighted,
-            aggregation=b.term.aggregation,
-            outputs=b.term.outputs,
-            needs=b.term.needs,
-        )
-        for b in bound
-    ]
+    return [b.info for b in bound]
 
 
 def random_batch(rng, sizes, drop=()):

@@ -14,7 +14,7 @@ from miles_algo_dpo.config import DpoConfig, Form, Smoothing
 from miles_core.aggregation import with_weights
 from miles_core.columns import ColumnSpec
 from miles_core.config.schema import AlgorithmKeys
-from miles_core.contracts.learning import BoundTerm, Term, TermInfo
+from miles_core.contracts.learning import BoundTerm, Term
 from miles_core.numerics import objective
 from miles_core.numerics.views import MicroView
 from miles_core.testing.suites import batches
@@ -41,23 +41,10 @@ def pairs_of(chosen, rejected):
 
 
 def evaluate(built, batch, logprobs, aggregation="episode_mean"):
-    info = TermInfo(
-        name="dpo",
-        coef=1.0,
-        role="actor",
-        dynamic=False,
-        level=built.level,
-        mask=built.mask,
-        weighted=built.weighted,
-        aggregation=built.aggregation,
-        outputs=built.outputs,
-        needs=built.needs,
-    )
-    ready = with_weights(batch, [info], AlgorithmKeys(aggregation=aggregation))
+    bound = BoundTerm(name="dpo", term=built, coef=1.0)
+    ready = with_weights(batch, [bound.info], AlgorithmKeys(aggregation=aggregation))
     leaf = torch.tensor(logprobs, dtype=torch.float64, requires_grad=True)
-    loss, sums = objective.evaluate(
-        MicroView(ready, lambda output: leaf).at, [BoundTerm(name="dpo", term=built, coef=1.0)], str
-    )
+    loss, sums = objective.evaluate(MicroView(ready, lambda output: leaf).at, [bound], str)
     loss.backward()
     return loss.item(), leaf.grad.numpy(), objective.finish(sums)
 

@@ -12,7 +12,7 @@ from miles_algo_grpo import plugin
 from miles_core.aggregation import with_weights
 from miles_core.columns import CORE_COLUMNS, Batch, ColumnSpec
 from miles_core.config.schema import AlgorithmKeys
-from miles_core.contracts.learning import BoundTerm, Stage, Term, TermInfo
+from miles_core.contracts.learning import BoundTerm, Stage, Term
 from miles_core.numerics import objective
 from miles_core.numerics.views import MicroView
 
@@ -54,22 +54,11 @@ def batch_of(lengths, groups, trainable=None, **columns):
 
 def evaluate(built, batch, coef=1.0, aggregation="token_mean", **outputs):
     """(loss, gradients by output, metrics) through the objective."""
-    info = TermInfo(
-        name="t",
-        coef=coef,
-        role="actor",
-        dynamic=False,
-        level=built.level,
-        mask=built.mask,
-        weighted=built.weighted,
-        aggregation=built.aggregation,
-        outputs=built.outputs,
-        needs=built.needs,
-    )
-    ready = with_weights(batch, [info], AlgorithmKeys(aggregation=aggregation))
+    bound = BoundTerm(name="t", term=built, coef=coef)
+    ready = with_weights(batch, [bound.info], AlgorithmKeys(aggregation=aggregation))
     made = {k: torch.tensor(v, dtype=torch.float64, requires_grad=True) for k, v in outputs.items()}
     view = MicroView(ready, lambda output: made[output.name])
-    loss, sums = objective.evaluate(view.at, [BoundTerm(name="t", term=built, coef=coef)], str)
+    loss, sums = objective.evaluate(view.at, [bound], str)
     loss.backward()
     return (
         loss.item(),

@@ -13,7 +13,7 @@ from miles_algo_ppo.config import GaeConfig, ValueConfig
 from miles_core.aggregation import with_weights
 from miles_core.columns import CORE_COLUMNS
 from miles_core.config.schema import Algorithm, AlgorithmKeys, Policy, RoleConfig, RoleUpdate, ScheduleConfig
-from miles_core.contracts.learning import BoundTerm, Stage, Term, TermInfo, UpdateResult
+from miles_core.contracts.learning import BoundTerm, Stage, Term, UpdateResult
 from miles_core.errors import LearnerError
 from miles_core.learner import Learner
 from miles_core.numerics import objective
@@ -70,22 +70,11 @@ def test_the_value_loss_counts_rejected_tokens_and_its_clips():
         "rejected": np.array([False, True, False, False]),
     }
     batch = batch.with_columns(columns, [CORE_COLUMNS[name] for name in columns])
-    info = TermInfo(
-        name="value",
-        coef=0.5,
-        role="critic",
-        dynamic=False,
-        level=term.level,
-        mask=term.mask,
-        weighted=term.weighted,
-        aggregation=term.aggregation,
-        outputs=term.outputs,
-        needs=term.needs,
-    )
-    ready = with_weights(batch, [info], AlgorithmKeys(reject_denominator="kept"))
+    bound = BoundTerm(name="value", term=term, coef=0.5, role="critic")
+    ready = with_weights(batch, [bound.info], AlgorithmKeys(reject_denominator="kept"))
     given = torch.tensor([float("nan"), 0.5, 0.75, 1.5], dtype=torch.float64, requires_grad=True)
     view = MicroView(ready, lambda output: given)
-    loss, sums = objective.evaluate(view.at, [BoundTerm(name="value", term=term, coef=0.5, role="critic")], str)
+    loss, sums = objective.evaluate(view.at, [bound], str)
     loss.backward()
     assert loss.item() == pytest.approx(0.5 * (0.25 + 0.09 + 2.25) / 3, rel=1e-6)
     np.testing.assert_allclose(given.grad, [0, -0.5 / 3, 0, 0.5 * 3 / 3], rtol=1e-6)
@@ -147,11 +136,9 @@ def learner(stage, from_step=0):
         schedule=ScheduleConfig(group_size=1),
         roles=roles,
     )
-    named = ("level", "mask", "weighted", "aggregation", "outputs", "needs")
-    told = {name: getattr(term, name) for name in named}
-    terms = [TermInfo(name="value", coef=0.5, role="critic", dynamic=False, **told)]
-    policy_term = {**told, "outputs": (), "needs": frozenset({"advantages"}), "weighted": True}
-    terms.append(TermInfo(name="clip", coef=1.0, role="actor", dynamic=False, **policy_term))
+    terms = [BoundTerm(name="value", coef=0.5, term=term, role="critic").info]
+    policy_term = {"outputs": (), "needs": frozenset({"advantages"}), "weighted": True}
+    terms.append(replace(terms[0], name="clip", coef=1.0, role="actor", **policy_term))
     trainer = Trainer()
     return Learner(policy, 0, {"advantage": [("gae", stage)]}, terms, trainer, CORE_COLUMNS), trainer
 

@@ -8,7 +8,7 @@ from miles_algo_sft import plugin
 from miles_core.aggregation import with_weights
 from miles_core.columns import CORE_COLUMNS, Batch
 from miles_core.config.schema import AlgorithmKeys
-from miles_core.contracts.learning import BoundTerm, Term, TermInfo
+from miles_core.contracts.learning import BoundTerm, Term
 from miles_core.numerics import objective
 from miles_core.numerics.views import MicroView
 
@@ -36,23 +36,11 @@ def built():
 
 
 def evaluate(batch, logprobs, how="token_mean"):
-    term = built()
-    info = TermInfo(
-        name="sft",
-        coef=1.0,
-        role="actor",
-        dynamic=False,
-        level=term.level,
-        mask=term.mask,
-        weighted=term.weighted,
-        aggregation=term.aggregation,
-        outputs=term.outputs,
-        needs=term.needs,
-    )
-    ready = with_weights(batch, [info], AlgorithmKeys(aggregation=how))
+    bound = BoundTerm(name="sft", term=built(), coef=1.0)
+    ready = with_weights(batch, [bound.info], AlgorithmKeys(aggregation=how))
     outputs = torch.tensor(logprobs, dtype=torch.float64, requires_grad=True)
     view = MicroView(ready, lambda output: outputs)
-    loss, _ = objective.evaluate(view.at, [BoundTerm(name="sft", term=term, coef=1.0)], str)
+    loss, _ = objective.evaluate(view.at, [bound], str)
     loss.backward()
     return loss.item(), outputs.grad.tolist()
 
@@ -77,25 +65,13 @@ def test_packing_changes_no_denominator(how, want):
     nan = float("nan")
     assert evaluate(padded, [-1.0, -2.0, -3.0, nan, nan, -9.0, nan], how)[0] == pytest.approx(want)
     # in two micro-batches: weights are those of the whole update, and the parts add up
-    term = built()
-    info = TermInfo(
-        name="sft",
-        coef=1.0,
-        role="actor",
-        dynamic=False,
-        level="unit",
-        mask=term.mask,
-        weighted=False,
-        aggregation=None,
-        outputs=term.outputs,
-        needs=term.needs,
-    )
-    whole = with_weights(batch_of([3, 1], [True] * 4), [info], AlgorithmKeys(aggregation=how))
+    bound = BoundTerm(name="sft", term=built(), coef=1.0)
+    whole = with_weights(batch_of([3, 1], [True] * 4), [bound.info], AlgorithmKeys(aggregation=how))
     total = 0.0
     for rows, part in (([0], logprobs[:3]), ([1], logprobs[3:])):
         values = torch.tensor(part, dtype=torch.float64)
         view = MicroView(whole.select(rows), lambda output, values=values: values)
-        total += objective.evaluate(view.at, [BoundTerm(name="sft", term=term, coef=1.0)], str)[0].item()
+        total += objective.evaluate(view.at, [bound], str)[0].item()
     assert total == pytest.approx(want)
 
 

@@ -29,7 +29,7 @@ def _topk_kl(config: c.TopkKlConfig, context: BuildContext | None) -> Any:
 
     policy = _policy(context)
     role = None if policy is None else policy.roles.get(ROLE)
-    return TopkKl(config, chosen_by_scorer=role is not None and bool(role.scorer or role.engine))
+    return TopkKl(config, chosen_by_scorer=role is not None and bool(role.held_by))
 
 
 def _topk_needs(config: c.TopkKlConfig) -> set[str]:

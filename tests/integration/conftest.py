@@ -18,6 +18,7 @@ from miles_core.discovery import scan
 from miles_core.driver import execute
 from miles_core.run import RunDir
 
+sys.path.insert(0, str(Path(__file__).parent))  # small_model.py
 MILES = Path(sys.executable).with_name("miles")
 TOY = """
 run: {name: toy, seed: 7, steps: 30}

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from small_model import MODEL
 
 from miles_core.config.compose import load
 from miles_core.discovery import scan
@@ -16,20 +17,16 @@ from miles_core.driver import execute
 
 pytestmark = pytest.mark.slow
 
-BASE = """
+BASE = (
+    MODEL
+    + """
 run: {name: small, seed: 7, steps: 3}
-model:
-  use: causal-lm
-  tokenizer: chars
-  alphabet: "0123456789>"
-  architecture: {model_type: qwen3, vocab_size: 13, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,
-    num_attention_heads: 2, num_key_value_heads: 1, head_dim: 16, max_position_embeddings: 64,
-    tie_word_embeddings: true, rope_theta: 10000.0, pad_token_id: 0, eos_token_id: 1}
 env: {use: arithmetic, task: sort, digits: 1}  # a model that knows nothing is right one time in thirteen
 backend: {use: fsdp}
 optimizer: {lr: 3.0e-3}
 trackers: {jsonl: {}}
 """
+)
 SAMPLED = """
 rollout: {use: local, max_new_tokens: 1}
 sync: {use: bucketed}

@@ -5,6 +5,7 @@ import json
 import threading
 
 import pytest
+from small_model import MODEL
 
 from miles_core.config.compose import load
 from miles_core.discovery import scan
@@ -12,20 +13,16 @@ from miles_core.driver import execute
 
 pytestmark = pytest.mark.slow
 
-BASE = """
+BASE = (
+    MODEL
+    + """
 run: {name: small, seed: 7, steps: 3}
 env: {use: arithmetic, task: sort, digits: 2}
 backend: {use: fsdp}
 optimizer: {lr: 3.0e-3}
 trackers: {jsonl: {}}
-model:
-  use: causal-lm
-  tokenizer: chars
-  alphabet: "0123456789>"
-  architecture: {model_type: qwen3, vocab_size: 13, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,
-    num_attention_heads: 2, num_key_value_heads: 1, head_dim: 16, max_position_embeddings: 64,
-    tie_word_embeddings: true, rope_theta: 10000.0, pad_token_id: 0, eos_token_id: 1}
 """
+)
 SAMPLED = "sync: {use: bucketed}\nschedule: {groups_per_step: 8, group_size: 2}\n"
 BACKEND = "engines: {main: {use: local, max_new_tokens: 3}}\nroles: {teacher: {source: SOURCE}}\n"
 ENGINE = """

@@ -9,18 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from small_model import MODEL
 
 pytestmark = pytest.mark.slow
 MILES = Path(sys.executable).with_name("miles")
-BASE = """
+BASE = (
+    MODEL
+    + """
 run: {name: base, seed: 3, steps: 2}
-model:
-  use: causal-lm
-  tokenizer: chars
-  alphabet: "0123456789>"
-  architecture: {model_type: qwen3, vocab_size: 13, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,
-    num_attention_heads: 2, num_key_value_heads: 1, head_dim: 16, max_position_embeddings: 64,
-    tie_word_embeddings: true, rope_theta: 10000.0, pad_token_id: 0, eos_token_id: 1}
 env: {use: arithmetic, task: sort, digits: 1}
 backend: {use: fsdp}
 algorithm: {use: sft}
@@ -28,6 +24,7 @@ optimizer: {lr: 1.0e-3}
 schedule: {groups_per_step: 8}
 trackers: {jsonl: {}}
 """
+)
 POLICY = """
 model: {use: causal-lm, source: runs/base}
 env: {use: arithmetic, task: sort, digits: 1}

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from small_model import MODEL
 
 from miles_core.cli.accounting import check_history
 from miles_core.journal import read
@@ -19,15 +20,10 @@ from miles_core.run import RunDir
 pytestmark = pytest.mark.slow
 MILES = Path(sys.executable).with_name("miles")
 
-RUN = """
+RUN = (
+    MODEL
+    + """
 run: {name: run, seed: 7, steps: 6, checkpoint_every: 2}
-model:
-  use: causal-lm
-  tokenizer: chars
-  alphabet: "0123456789>"
-  architecture: {model_type: qwen3, vocab_size: 13, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,
-    num_attention_heads: 2, num_key_value_heads: 1, head_dim: 16, max_position_embeddings: 64,
-    tie_word_embeddings: true, rope_theta: 10000.0, pad_token_id: 0, eos_token_id: 1}
 env: {use: arithmetic, task: sort, digits: 1}
 rollout: {use: local, slots: 32, max_new_tokens: 3, batch_invariant: true}
 backend: {use: fsdp}
@@ -37,6 +33,7 @@ optimizer: {lr: 1.0e-3}
 schedule: {groups_per_step: 4, group_size: 16}
 trackers: {jsonl: {}}
 """
+)
 
 
 @pytest.fixture

@@ -106,7 +106,7 @@ def test_adapters_resume_to_the_same_bits_and_leave_as_folders(folder):
 
 def test_two_policies_are_two_adapters_over_one_base(folder):
     assert "needs 'lora'" in miles(folder, "plan", "two.yaml", "rollout.batch_invariant=true", code=2)
-    drawn = BASE.split("env:")[0].split("model:")[1]
+    drawn = MODEL.split("model:")[1]
     (folder / "drawn.yaml").write_text(RUN.replace("{use: causal-lm, source: runs/base}", drawn.replace("\n", "\n  ")))
     refused = miles(folder, "run", "drawn.yaml", "extensions.lora.export=adapter", "run.name=drawn", code=2)
     assert "engines read one base from one folder; models are main: drawn at random" in refused

@@ -12,7 +12,7 @@ help:  ## list the targets
 
 $(BIN)/hatchling:
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check 'hatchling>=1.25' 'editables>=0.5'
+	$(BIN)/pip install --quiet --disable-pip-version-check 'hatchling>=1.25' 'editables>=0.5' 'wheel>=0.40'  # wheel: a source package that reasoning-gym needs
 
 .venv/quickstart: requirements-quickstart.txt pyproject.toml $(wildcard plugins/*/*/pyproject.toml) | $(BIN)/hatchling
 	$(INSTALL) -r requirements-quickstart.txt

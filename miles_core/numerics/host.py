@@ -9,6 +9,7 @@ the advantage NaN.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
@@ -21,6 +22,7 @@ __all__ = [
     "all_equal",
     "batch_advantages",
     "batch_mismatch",
+    "centred_advantages",
     "compile_weights",
     "cut",
     "discounted_sums",
@@ -49,42 +51,36 @@ def group_advantages(
 ) -> Array:
     """(R − mean of the group) / (std of the group + eps): float64 [episodes] from reward and group [episodes].
 
-    `scale: none` only centres. A group of one gives 0; a group whose rewards are all equal gives exactly 0.
+    `scale: none` only centres. A group of one gives 0; a group whose rewards are all equal (`all_equal`) gives exactly
+    0. That is a rule of this advantage alone: the others here know only rewards that are the very same number.
     """
-    advantage = np.full(len(reward), np.nan)
-    for members in _groups(reward, group_of):
-        values = reward[members].astype(np.float64)
-        if len(values) == 1 or all_equal(values):
-            advantage[members] = 0.0
-            continue
-        centred = values - math.fsum(values) / len(values)
-        if scale == "std":
-            centred /= math.sqrt(math.fsum(centred**2) / (len(values) - ddof)) + eps
-        advantage[members] = centred
-    return advantage
+
+    def formula(values: Array) -> Array:
+        if all_equal(values):
+            return np.zeros(len(values))
+        return _scaled(values, ddof, eps) if scale == "std" else _centred(values)
+
+    return _by_group(reward, group_of, formula)
+
+
+def centred_advantages(reward: Array, group_of: Array) -> Array:
+    """R − mean of the group: float64 [episodes]; a group of one gives 0."""
+    return _by_group(reward, group_of, _centred)
 
 
 def leave_one_out_advantages(reward: Array, group_of: Array) -> Array:
     """R_i − mean of the others in its group: float64 [episodes]; a group of one gives 0."""
-    advantage = np.full(len(reward), np.nan)
-    for members in _groups(reward, group_of):
-        values = reward[members].astype(np.float64)
+
+    def formula(values: Array) -> Array:
         n = len(values)
-        if n == 1 or all_equal(values):
-            advantage[members] = 0.0
-            continue
-        # R_i − (S − R_i) / (n − 1) = (R_i − mean) · n / (n − 1)
-        advantage[members] = (values - math.fsum(values) / n) * (n / (n - 1))
-    return advantage
+        return _centred(values) * (n / max(n - 1, 1))  # R_i − (S − R_i) / (n − 1) = (R_i − mean) · n / (n − 1)
+
+    return _by_group(reward, group_of, formula)
 
 
 def batch_advantages(reward: Array, *, ddof: int = 1, eps: float = 1e-6) -> Array:
-    """(R − mean) / (std + eps) over the rewarded episodes of the step: float64 [episodes].
-
-    One episode gives 0; rewards that are all equal give exactly 0, as in a group.
-    """
-    step = np.zeros(len(reward), np.int64)
-    return group_advantages(reward, step, scale="std", ddof=ddof, eps=eps)
+    """(R − mean) / (std + eps) over the rewarded episodes of the step: float64 [episodes]; one episode gives 0."""
+    return _by_group(reward, np.zeros(len(reward), np.int64), lambda values: _scaled(values, ddof, eps))
 
 
 def token_rewards(batch: Batch, penalty: Array | None = None) -> Array:
@@ -209,7 +205,25 @@ def kl(d: Array, estimator: Estimator) -> Array:
     return value
 
 
-def _groups(reward: Array, group_of: Array) -> list[Array]:
-    """Indices of the rewarded episodes of each group."""
+def _by_group(reward: Array, group_of: Array, formula: Callable[[Array], Array]) -> Array:
+    """`formula` of each group's rewards, float64 [episodes]; NaN for episodes without a reward."""
+    advantage = np.full(len(reward), np.nan)
     rewarded = ~np.isnan(reward)
-    return [np.flatnonzero((group_of == g) & rewarded) for g in np.unique(group_of[rewarded])]
+    for g in np.unique(group_of[rewarded]):
+        members = np.flatnonzero((group_of == g) & rewarded)
+        advantage[members] = formula(reward[members].astype(np.float64))
+    return advantage
+
+
+def _centred(values: Array) -> Array:
+    """x − mean, taken from differences to the smallest: the mean of numbers far from 0 would be rounded more than they
+    differ, and the same number n times must give exactly 0."""
+    above: Array = values - values.min()
+    return above - math.fsum(above) / len(above)
+
+
+def _scaled(values: Array, ddof: int, eps: float) -> Array:
+    """(x − mean) / (std + eps); 0 where nothing differs, so also for one value."""
+    centred = _centred(values)
+    square = math.fsum(centred**2)
+    return centred if square == 0 else centred / (math.sqrt(square / (len(values) - ddof)) + eps)

@@ -1,6 +1,7 @@
 """Every number of the numerics reference that the core's formulas give, recomputed in float64."""
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -159,6 +160,13 @@ def test_minibatches_are_runs_of_whole_groups_and_keep_episodes_without_trajecto
 # --- advantages and whitening ---------------------------------------------------------------------------------------
 
 
+def by_step(reward, group):
+    return host.batch_advantages(reward)
+
+
+PER_EPISODE = [host.group_advantages, host.leave_one_out_advantages, host.centred_advantages, by_step]
+
+
 def test_group_advantages():
     zeros = np.zeros(4, int)
     got = host.group_advantages(np.array([1.0, 0, 0, 0]), zeros, eps=0)
@@ -180,7 +188,7 @@ def test_the_order_of_episodes_changes_no_bit(episodes, random):
     order = list(range(len(episodes)))
     random.shuffle(order)
     reward, group = np.array([r for r, _ in episodes]), np.array([g for _, g in episodes])
-    for formula in (host.group_advantages, host.leave_one_out_advantages):
+    for formula in PER_EPISODE:
         np.testing.assert_array_equal(formula(reward[order], group[order]), formula(reward, group)[order])
 
 
@@ -189,15 +197,36 @@ def test_leave_one_out():
     np.testing.assert_allclose(got, [1, -1 / 3, -1 / 3, -1 / 3], rtol=1e-15)
 
 
-@pytest.mark.parametrize("formula", [host.group_advantages, host.leave_one_out_advantages])
-def test_one_alone_and_all_equal_give_exactly_zero(formula):
+@pytest.mark.parametrize("formula", PER_EPISODE)
+def test_one_alone_and_identical_rewards_give_exactly_zero(formula):
     assert formula(np.array([7.0]), np.array([0])).tolist() == [0.0]
+    assert formula(np.full(7, 0.7), np.zeros(7, int)).tolist() == [0.0] * 7  # the sum of seven .7 is rounded
+
+
+def test_rewards_that_are_nearly_equal_give_exactly_zero_under_group():
     nearly = np.array([1000.0, 1000.0 + 5e-4, 1000.0])  # within 1e-6 * max(1, max|R|)
-    assert formula(nearly, np.zeros(3, int)).tolist() == [0.0, 0.0, 0.0]
-    assert formula(np.array([0.1, 0.1 + 1.1e-6]), np.zeros(2, int)).any()
+    for scale in ("std", "none"):
+        assert host.group_advantages(nearly, np.zeros(3, int), scale=scale).tolist() == [0.0, 0.0, 0.0]
+        assert host.group_advantages(np.array([0.1, 0.1 + 1.1e-6]), np.zeros(2, int), scale=scale).any()
 
 
-@pytest.mark.parametrize("formula", [host.group_advantages, host.leave_one_out_advantages])
+@pytest.mark.parametrize(
+    "reward", [[1e6, 1e6 + 0.5], [1000.0, 1000.0 + 5e-4, 1000.0], [0.3, 0.1 + 0.2], [0.7, 0.7 - 5e-8]]
+)
+def test_the_other_advantages_have_no_such_rule(reward):
+    """Against exact fractions: only `group` says what nearly equal rewards give."""
+    n, exact = len(reward), [Fraction(r) for r in reward]
+    group, given = np.zeros(n, int), np.array(reward)
+    centred = [r - sum(exact) / n for r in exact]
+    np.testing.assert_allclose(host.centred_advantages(given, group), [float(a) for a in centred], rtol=1e-14)
+    others = [float(r - (sum(exact) - r) / (n - 1)) for r in exact]
+    np.testing.assert_allclose(host.leave_one_out_advantages(given, group), others, rtol=1e-14)
+    std = math.sqrt(sum(a * a for a in centred) / (n - 1))
+    scaled = [float(a) / (std + 1e-6) for a in centred]
+    np.testing.assert_allclose(host.batch_advantages(given), scaled, rtol=1e-12)
+
+
+@pytest.mark.parametrize("formula", PER_EPISODE)
 def test_an_episode_without_a_reward_is_in_no_statistic(formula):
     got = formula(np.array([1.0, np.nan, 0.0]), np.zeros(3, int))
     want = formula(np.array([1.0, 0.0]), np.zeros(2, int))
@@ -216,7 +245,9 @@ def test_whitening():
 def test_batch_advantages():
     got = host.batch_advantages(np.array([1.0, np.nan, 0, 0, 0]), eps=0)
     np.testing.assert_array_equal(got, [1.5, np.nan, -0.5, -0.5, -0.5])
-    assert host.batch_advantages(np.array([5.0])).tolist() == [0.0]
+    population = host.batch_advantages(np.array([1.0, 0, 0, 0]), ddof=0, eps=0)
+    np.testing.assert_allclose(population, np.array([0.75, -0.25, -0.25, -0.25]) / math.sqrt(0.1875))
+    assert host.batch_advantages(np.array([5.0]), eps=0).tolist() == [0.0]
 
 
 def test_token_rewards_and_their_sums_to_the_right():

@@ -117,11 +117,30 @@ def test_centred_then_whitened_is_reinforce_pp_baseline():
     np.testing.assert_allclose(white, [0.5 / scale, -0.5 / scale, 0, 0, 0], rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["group", "leave_one_out", "batch", "centred"])
-def test_rewards_equal_up_to_float_noise_give_exactly_nothing(name):
-    rewards = [[0.1 + 0.2, 0.3, 0.3 + 1e-12], [0.3, 0.3 - 5e-8]]
+@pytest.mark.parametrize("scale", list(c.Scale))
+def test_rewards_equal_up_to_float_noise_give_exactly_nothing_under_group(scale):
+    rewards = [[0.1 + 0.2, 0.3, 0.3 + 1e-12], [0.3, 0.3 - 5e-8], [1e6, 1e6 + 0.5]]
+    stage = build("group", c.GroupConfig(scale=scale))
+    assert not stage(StageExample(rewards=rewards, expect={}).batch(), RNG).columns["advantages"].any()
+
+
+@pytest.mark.parametrize(
+    ("name", "expect"),
+    [
+        ("leave_one_out", [-2.5e-7, 2.5e-7, -0.5, 0.5, 0]),
+        ("centred", [-1.25e-7, 1.25e-7, -0.25, 0.25, 0]),
+    ],
+)
+def test_small_differences_count_under_the_other_advantages(name, expect):
+    rewards = [[1.0, 1.0 + 2.5e-7], [1e6, 1e6 + 0.5], [7]]
     found = build(name)(StageExample(rewards=rewards, expect={}).batch(), RNG).columns["advantages"]
-    assert not found.any()
+    np.testing.assert_allclose(found, expect, rtol=1e-6)
+
+
+def test_small_differences_count_over_the_step():
+    found = build("batch")(StageExample(rewards=[[1e6], [1e6 + 0.5]], expect={}).batch(), RNG).columns["advantages"]
+    size = 0.25 / (math.sqrt(0.125) + 1e-6)
+    np.testing.assert_allclose(found, [-size, size], rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["group", "leave_one_out", "batch", "centred", "returns"])

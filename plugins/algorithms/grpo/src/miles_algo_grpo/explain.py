@@ -8,16 +8,15 @@ Deviations: a group of one gives 0; rewards equal within 1e-6·max(1, max|R|) gi
     "leave_one_out": """\
 A = R − mean of the others in the group, one number per episode.
 Paper: Kool et al. 2019; Ahmadian et al., arXiv 2402.14740.
-Deviations: a group of one gives 0; rewards equal within 1e-6·max(1, max|R|) give exactly 0.""",
+Deviations: a group of one gives 0.""",
     "batch": """\
 A = (R − mean)/(std + eps) over all episodes of the step, whatever their groups.
 Paper: none; the usual batch baseline.
-Deviations: one episode gives 0; rewards equal within 1e-6·max(1, max|R|) give exactly 0.""",
+Deviations: one episode gives 0.""",
     "centred": """\
 A_t = (R − mean of the group) − reward_kl.coef · kl_t.
 Paper: REINFORCE++ with baseline, arXiv 2501.03262.
-Deviations: kl_t is that of the token alone, not of what follows; rewards equal within 1e-6·max(1, max|R|) centre to \
-exactly 0.""",
+Deviations: kl_t is that of the token alone, not of what follows.""",
     "returns": """\
 A_t = Σ over later trainable tokens of gamma^n · r, n counted in trainable tokens; r = −reward_kl.coef · kl_t, and R \
 at the last trainable token of each trajectory.

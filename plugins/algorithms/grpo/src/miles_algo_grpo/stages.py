@@ -88,10 +88,10 @@ class UnitAdvantage:
 
 
 def centred(reads_kl: bool = False) -> UnitAdvantage:
-    """(R − mean of the group) − reward_kl.coef · kl_t; a group of equal rewards leaves only the second part."""
+    """(R − mean of the group) − reward_kl.coef · kl_t."""
 
     def formula(batch: Batch, kl: Array | None) -> Array:
-        episodes = host.group_advantages(batch.columns["reward"], batch.group_of, scale="none")
+        episodes = host.centred_advantages(batch.columns["reward"], batch.group_of)
         units = episodes[batch.episode_of_unit] if batch.units else np.zeros(0)
         return units if kl is None else units - kl.astype(np.float64)
 

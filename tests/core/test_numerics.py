@@ -18,6 +18,7 @@ from miles_core.measures import mismatch
 from miles_core.numerics import host
 from miles_core.numerics.kl import kl, kl_loss
 from miles_core.numerics.ratios import clip
+from miles_core.records import Origin
 
 
 def batch_of(groups, masks=None, **columns):
@@ -364,3 +365,12 @@ def test_mismatch():
     num, den = got["mismatch/ess"]
     assert num / den == pytest.approx((w + 1) ** 2 / (2 * (w * w + 1)))
     assert mismatch(proximal, behaviour, np.zeros(3, bool)) == {}
+
+
+def test_mismatch_of_a_step_leaves_demonstrations_out():
+    behaviour = np.array([-1.5, -2.0, 0.0, np.nan])  # the third was not sampled: its column says nothing
+    columns = {"proximal_logprobs": np.array([-1.0, -2.0, -9.0, np.nan]), "behaviour_logprobs": behaviour}
+    origin = np.array([Origin.SAMPLED, Origin.SAMPLED, Origin.DEMONSTRATION, Origin.PROMPT], np.uint8)
+    batch = batch_of([[[4]]], [[1, 1, 1, 0]], origin=origin, **columns)
+    sampled = mismatch(columns["proximal_logprobs"], behaviour, np.array([True, True, False, False]))
+    assert host.batch_mismatch(batch) == sampled and sampled["mismatch/abs"] == (0.5, 2.0)

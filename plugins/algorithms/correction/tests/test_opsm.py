@@ -11,6 +11,7 @@ from miles_core.contracts.learning import LOGPROBS, BoundTerm, TermOutput
 from miles_core.numerics import objective
 from miles_core.numerics.ratios import ratio, select
 from miles_core.numerics.views import MicroView
+from miles_core.records import Origin
 
 
 class Ratio:
@@ -27,7 +28,9 @@ class Ratio:
 
 def batch_of(lengths, **columns):
     specs = {
-        n: ColumnSpec(name=n, level="unit", dtype="float64") for n in columns if n not in ("trainable", "rejected")
+        n: ColumnSpec(name=n, level="unit", dtype="float64")
+        for n in columns
+        if n not in ("trainable", "rejected", "origin")
     }
     units = sum(lengths)
     given = {"trainable": np.ones(units, bool), "weight.ratio": np.ones(units)}
@@ -100,6 +103,29 @@ def test_the_mean_is_over_m_before_rejection_and_ignores_what_is_masked():
     # π_b − π: 0, .3, masked, −.29: the mean over the three is above 1e-4; without the rejected one it would be below
     loss, gradient, metrics = evaluate(batch, [-1.0, -1.3, np.nan, -0.71])
     assert loss == 0.0 and gradient == [0.0] * 4 and metrics["opsm/masked"] == (3.0, 3.0)
+
+
+def test_a_demonstration_has_no_behaviour_and_is_left_alone():
+    """Its column holds 0, which is no log-probability that anybody sampled from: 0 − π would pass for a policy that
+    left by the whole size of π."""
+    given = {"advantages": [-1.0] * 3, "behaviour_logprobs": [-1.0, -1.0, 0.0], "proximal_logprobs": [-1.0, -1.0, -4.0]}
+    origin = np.array([Origin.SAMPLED, Origin.SAMPLED, Origin.DEMONSTRATION], np.uint8)
+    near, far = [-1.0, -1.0, -4.0], [-1.5, -1.0, -4.0]  # π_b − π of the sampled tokens: 0, 0 and .5, 0
+    batch = batch_of([3], origin=origin, **given)
+    assert evaluate(batch, near)[1] == [1.0, 1.0, 1.0]
+    assert evaluate(batch, far, c.OpsmConfig(delta=0.24))[2]["opsm/masked"] == (2.0, 3.0)  # the mean is .25
+    _, gradient, metrics = evaluate(batch, far, c.OpsmConfig(delta=0.26))
+    assert metrics["opsm/masked"] == (0.0, 3.0) and gradient == pytest.approx([np.exp(-0.5), 1.0, 1.0])
+    alone = batch_of([2], advantages=[-1.0] * 2, behaviour_logprobs=[0.0] * 2, origin=origin[2:].repeat(2))
+    assert evaluate(alone, [-3.0, -4.0])[2]["opsm/masked"] == (0.0, 2.0)
+
+
+def test_a_demonstration_has_a_score_of_the_start_of_the_step():
+    given = {"advantages": [-1.0] * 2, "behaviour_logprobs": [-1.0, 0.0], "proximal_logprobs": [-1.0, -4.0]}
+    batch = batch_of([2], origin=np.array([Origin.SAMPLED, Origin.DEMONSTRATION], np.uint8), **given)
+    config = c.OpsmConfig(base=c.Base.proximal)
+    assert evaluate(batch, [-1.0, -4.0], config)[2]["opsm/masked"] == (0.0, 2.0)
+    assert evaluate(batch, [-1.0, -4.1], config)[2]["opsm/masked"] == (2.0, 2.0)
 
 
 def test_extremes():

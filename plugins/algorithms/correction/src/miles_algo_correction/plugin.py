@@ -53,7 +53,7 @@ EXPLAIN = {
     ),
     "opsm": _lines(
         "weight = 0 where A < 0 and Σ m(base − π)/max(Σ m, 1) > δ over the trajectory, else 1; π detached, "
-        "base π_b or π_p",
+        "base π_b or π_p; with π_b, m is the trainable tokens that an engine sampled",
         "Paper: off-policy sequence masking, DeepSeek-V3.2, arXiv 2512.02556.",
         "Deviations: none.",
     ),

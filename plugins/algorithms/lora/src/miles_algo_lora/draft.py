@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from miles_algo_lora.roles import refuse_blends
+
 if TYPE_CHECKING:
     from miles_algo_lora.config import LoraConfig
     from miles_core.columns import ColumnSpec
+    from miles_core.provider import BuildContext
 
 #: How a role of the run file must look to be replaced: only where its weights come from is said.
 _UNSAID = {"init"}
@@ -18,9 +21,11 @@ class LoraDraft:
 
     columns: tuple[ColumnSpec, ...] = ()
 
-    def __init__(self, config: LoraConfig) -> None:
+    def __init__(self, config: LoraConfig, context: BuildContext) -> None:
         self.name = "lora"
         self._config = config
+        if context.run is not None:  # while the run file is still a draft there is none
+            refuse_blends(config, context.run.policies)
 
     def on_config(self, draft: Mapping[str, Any]) -> Mapping[str, Any]:
         """`roles.reference: {init: actor}` becomes `{init: actor, update: adapter_off}`: adapters start at zero, so

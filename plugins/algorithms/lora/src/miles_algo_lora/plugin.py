@@ -16,7 +16,7 @@ def _build(config: LoraConfig, context: BuildContext) -> Any:
         return LoraTrainer(config, context)
     from miles_algo_lora.draft import LoraDraft
 
-    return LoraDraft(config)
+    return LoraDraft(config, context)
 
 
 def _requires(config: LoraConfig) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from miles_algo_lora import folder as peft_folder
 from miles_algo_lora.config import Export
 from miles_algo_lora.layers import AdaptedLinear, Switch, adapt
 from miles_algo_lora.merge import PEFT_PREFIX, Adapted, Stream, alone, layers_of, whole
+from miles_algo_lora.roles import followed
 from miles_core.errors import CapabilityError, CombinationError, WeightError
 from miles_core.seeds import derive
 
@@ -80,7 +81,8 @@ class LoraTrainer:
     def model(self, module: Any, role: str, policy: str) -> Any:
         """Freeze `module` and adapt its target layers, where the role is one that has adapters.
 
-        A role that follows an adapted one by `copy` or `ema` has adapters too, so that there is something to follow.
+        A role that follows an adapted one by `copy` has adapters too, so that there is something to follow (`ema` is
+        refused beforehand: see `roles.refuse_blends`).
         Raises `CapabilityError` for a module that is not torch's, `CombinationError` where no layer matches.
         """
         if not self._has_adapters(policy, role):
@@ -139,9 +141,9 @@ class LoraTrainer:
 
     def _origin(self, policy: str, role: str) -> str:
         """The role whose adapters `role` has: the one that it follows, or itself."""
-        found = self._policies[policy].roles.get(role) if policy in self._policies else None
-        if found is not None and found.update in ("copy", "ema") and found.init:
-            return self._origin(policy, found.init)
+        roles = self._policies[policy].roles if policy in self._policies else {}
+        role = followed(roles, role)
+        found = roles.get(role)
         if found is not None and role in self._config.roles and found.update not in ("trained", "shares"):
             raise CombinationError(
                 f"extensions.lora.roles names {role!r}, whose update is {str(found.update)!r}: it is not trained",

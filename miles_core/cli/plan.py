@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from miles_core.errors import EXIT_BAD_INPUT, MilesError
+from miles_core.errors import EXIT_BAD_INPUT, MilesError, clause
+from miles_core.provider import Place
 
 if TYPE_CHECKING:
-    from miles_core.config.schema import RunFile
-    from miles_core.contracts.model import ModelSource
+    from miles_core.config.schema import Policy, RunFile
     from miles_core.discovery import Catalogue
+    from miles_core.wiring import Wiring
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,43 +117,150 @@ def placement(run_file: RunFile) -> list[str]:
     return lines
 
 
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """Of one role's model. `moving`: parameters that change in the run; `sent`: bytes of a publication to one engine,
+    where that is known. `unknown`: why no more than this is."""
+
+    parameters: int
+    moving: int
+    sent: int | None
+    unknown: str = ""
+
+    def told(self, engines: int, *, trained: bool) -> str:
+        """One line. float32: a weight, and beside one that is trained its gradient and two moments."""
+        held = 4 * self.parameters + (12 * self.moving if trained else 0)
+        kept = (12 if trained else 4) * self.moving
+        part = f", {self.moving / 1e6:.2f} M of them trained" if trained and self.moving < self.parameters else ""
+        what = "to train" if trained else "to hold"
+        line = f"{self.parameters / 1e6:.2f} M parameters{part}, {_mib(held)} {what} in float32"
+        line += f", {_mib(kept)} in a checkpoint" if kept else ""
+        if engines and self.sent is not None:
+            line += f"; {_mib(self.sent * engines)} to {engines} engine(s) a publication"
+        return line + (f" ({self.unknown})" if self.unknown else "")
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.{0 if nbytes >= 100 << 20 else 1 if nbytes >= 1 << 20 else 3}f} MiB"
+
+
 def _models(run_file: RunFile, catalogue: Catalogue, path: Path) -> list[str]:
-    """Model sources with their sizes; also finds what an environment or a prompt template would refuse."""
+    """Model sources with their sizes; also finds what an environment, a prompt template or an adapting extension would
+    refuse."""
     from miles_core.export import export_cached
     from miles_core.prepare import prepare
 
-    prepared = prepare(run_file, catalogue, path, export_cached)
+    wiring = prepare(run_file, catalogue, path, export_cached).wiring
     engines = sum(part.core.count for part in run_file.engines.values())
+    extensions = wiring.extensions(Place.TRAINER, rank=0, ranks=1)
     lines = []
-    for policy, roles in prepared.wiring.sources.items():
-        for role, source in roles.items():
-            keys = run_file.policies[policy].roles[role]
+    for policy in run_file.policies.values():
+        sizes = _sizes(wiring, policy, extensions)
+        for role, source in wiring.sources[policy.name].items():
+            keys, told = policy.roles[role], f"{policy.name}/{role}"
             if keys.update in ("shares", "adapter_off"):
-                lines.append(f"{policy}/{role}: {keys.update.value} the model of {keys.init}")
+                lines.append(f"{told}: {keys.update.value} the model of {keys.init}")
                 continue
-            size = _size(source, engines if role == "actor" else 0, trained=keys.update == "trained")
-            lines.append(f"{policy}/{role}: {source.asked} -> {size}")
+            if keys.held_by and not keys.engine:
+                lines.append(f"{told}: no model of this run, asked of scorer {keys.scorer}")
+                continue
+            where = source.folder or f"drawn at random as {source.architecture['model_type']}"
+            size = sizes[role]
+            told = f"{told}: {source.asked} -> {where}"
+            if size is None:
+                lines.append(f"{told}; its size is known once it is built")
+            else:
+                sent_to = engines if role == "actor" and run_file.sync is not None else 0
+                lines.append(f"{told}, {size.told(sent_to, trained=keys.update == 'trained')}")
     return lines
 
 
-def _size(source: ModelSource, engines: int, *, trained: bool) -> str:
-    if source.folder is None:
-        return f"drawn at random as {source.architecture['model_type']}; its size is known once it is built"
+def _sizes(wiring: Wiring, policy: Policy, extensions: tuple[Any, ...]) -> dict[str, Size | None]:
+    """By role: from the files of its model, or from a dry pass where less than all of it is trained or sent. `None`:
+    not known before the model is built."""
+    found = {role: _of_folder(wiring, policy, role) for role in policy.roles}
+    adapting = [e for e in extensions if hasattr(e, "model") or hasattr(e, "export")]
+    if not adapting and not getattr(policy.model.options, "trainable", None):
+        return found
+    try:
+        return found | _dry(wiring, policy, extensions)
+    except _NotDry as error:
+        why = f"what of it is trained and sent is known once it is built: {error}"
+        return {role: size and replace(size, sent=None, unknown=why) for role, size in found.items()}
+
+
+def _of_folder(wiring: Wiring, policy: Policy, role: str) -> Size | None:
+    """All of it is trained, and sent in the type that the backend says, or else in that of the files."""
+    folder = wiring.sources[policy.name][role].folder
+    if folder is None:
+        return None
     nbytes = parameters = 0
-    for file in sorted(source.folder.glob("*.safetensors")):
+    for file in sorted(folder.glob("*.safetensors")):
         with open(file, "rb") as stream:
             header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
         for name, tensor in header.items():
             if name != "__metadata__":
                 nbytes += tensor["data_offsets"][1] - tensor["data_offsets"][0]
-                count = 1
-                for side in tensor["shape"]:
-                    count *= side
-                parameters += count
-    traffic = f"; {nbytes * engines / 2**20:.1f} MiB to {engines} engine(s) a publication" if engines else ""
-    held = (16 if trained else 4) * parameters / 2**20  # float32 weight; gradient and two moments beside it
-    what = "to train" if trained else "to hold"
-    return f"{source.folder}, {parameters / 1e6:.2f} M parameters, {held:.0f} MiB {what} in float32{traffic}"
+                parameters += math.prod(tensor["shape"])
+    sent = {"float32": 4 * parameters, "bfloat16": 2 * parameters}.get(_wire_type(wiring), nbytes)
+    moves = policy.roles[role].update in ("trained", "copy", "ema")
+    return Size(parameters=parameters, moving=parameters if moves else 0, sent=sent)
+
+
+class _NotDry(Exception):
+    """A model adapter that does not build without numbers."""
+
+
+def _dry(wiring: Wiring, policy: Policy, extensions: tuple[Any, ...]) -> dict[str, Size]:
+    """What the trainer would build and export, on meta tensors. Raises what an extension refuses."""
+    from miles_core.numerics import _dry as dry
+
+    given: dict[str, Any] = {"policy": policy.name, "rank": 0, "ranks": 1, "extensions": extensions}
+    modules: dict[str, Any] = {}
+    adapters: dict[str, Any] = {}
+    for role, keys in policy.roles.items():
+        if keys.held_by or keys.update in ("shares", "adapter_off"):
+            continue
+        source = wiring.sources[policy.name][role]
+        shared = any(r.update == "shares" and r.init == role for r in policy.roles.values())
+        adapters[role] = wiring.build(policy.model, Place.TRAINER, model=source, **given)
+        try:
+            with dry.without_numbers():
+                modules[role] = adapters[role].build(source, 0, head="lm+value" if shared else keys.head)
+        except Exception as error:  # it may be right with numbers
+            raise _NotDry(f"its adapter needs numbers ({clause(error)})") from error
+        if not dry.is_module(modules[role]):
+            raise _NotDry(f"its adapter builds a {type(modules[role]).__name__} with numbers")
+    for role in modules:
+        for extension in extensions:
+            if hasattr(extension, "model"):
+                with dry.without_numbers():
+                    modules[role] = extension.model(modules[role], role, policy.name)
+    own = {role: dry.parameters(module) for role, module in modules.items()}
+    found = {}
+    for role, counts in own.items():
+        leader = role
+        while policy.roles[leader].update in ("copy", "ema"):
+            leader = policy.roles[leader].init
+        moves = policy.roles[leader].update == "trained"
+        trained = {name for name, (_, is_trained) in own.get(leader, {}).items() if is_trained and moves}
+        moving = sum(n for name, (n, _) in counts.items() if name in trained)
+        sent = None
+        if role == "actor":
+            export: Any = adapters[role].export(
+                modules[role], dry.stream(modules[role], _wire_type(wiring) or "float32")
+            )
+            for extension in extensions:
+                if hasattr(extension, "export"):
+                    export = extension.export(export, "full", policy.name)
+            sent = sum(math.prod(spec.shape) * dry.WIDTHS[spec.dtype] for spec, _ in export)
+        found[role] = Size(parameters=sum(n for n, _ in counts.values()), moving=moving, sent=sent)
+    return found
+
+
+def _wire_type(wiring: Wiring) -> str:
+    """The type in which the backend says that it computes and exports; empty where it does not say."""
+    return str(getattr(wiring.run.backend.options, "dtype", ""))
 
 
 def promises(run_file: RunFile, catalogue: Catalogue) -> list[Promise]:

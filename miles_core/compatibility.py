@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
@@ -133,13 +134,13 @@ def capability_rows(run_file: RunFile, catalogue: Catalogue) -> tuple[Row, ...]:
     Any other plugin of the run may offer it alone. Core asks too: for `logprobs` of what it samples to train on, and
     for the pause that `schedule.on_update` names where requests may be in flight when weights change.
     """
-    offers = [(part.kind, _label(part), _offered(part, catalogue)) for part in _built(run_file)]
+    engines = {_label(part) for part in _built(run_file) if part.kind == "rollout"}
     rows = []
     for asked_by, capability in _requirements(run_file, catalogue):
-        rivals = {label for kind, label, _ in offers if kind == "rollout" and label != asked_by}
-        having = [label for _, label, offered in offers if capability in offered and label != asked_by]
+        having = tuple(k for k, offered in _offers(run_file, catalogue, asked_by) if capability in offered)
+        rivals = engines - {asked_by}
         met = bool(set(having) - rivals) or (bool(rivals) and rivals <= set(having))
-        rows.append(Row(asked_by=asked_by, capability=capability, offered_by=tuple(having), met=met))
+        rows.append(Row(asked_by=asked_by, capability=capability, offered_by=having, met=met))
     return tuple(rows)
 
 
@@ -150,10 +151,11 @@ def match_capabilities(run_file: RunFile, catalogue: Catalogue) -> tuple[Row, ..
     for row in rows:
         if row.met:
             continue
-        offers = [(_label(p), _offered(p, catalogue)) for p in _built(run_file) if _label(p) != row.asked_by]
+        offers = _offers(run_file, catalogue, row.asked_by)
         found = "; ".join(f"{label} offers {', '.join(sorted(offered))}" for label, offered in offers if offered)
         whose = f"only {', '.join(row.offered_by)} offers it" if row.offered_by else "nothing in the run offers it"
-        fitting = ", ".join(f"{e.kind} {e.name!r} ({e.distribution})" for e in _offering(row.capability, catalogue))
+        offering = _offering(row.capability, catalogue)
+        fitting = ", ".join(f"{p.kind} {p.provider.name!r} ({p.distribution})" for p in offering)
         raise CapabilityError(
             f"{row.asked_by} needs {row.capability!r}, and {whose}; {found or 'no part offers anything'}",
             fix=f"use one of: {fitting}"
@@ -172,14 +174,15 @@ def _label(part: Part) -> str:
     return f"{part.kind} {part.name!r}" + ("" if part.name == part.use else f" ({part.use})")
 
 
-def _offered(part: Part, catalogue: Catalogue) -> frozenset[str]:
-    return catalogue.load(part.kind, part.use).provider.offered(part.options)
+def _offers(run_file: RunFile, catalogue: Catalogue, asked_by: str) -> list[tuple[str, frozenset[str]]]:
+    """What every part but the one that asks offers."""
+    parts = [(_label(part), part) for part in _built(run_file)]
+    return [(label, catalogue.offered(part)) for label, part in parts if label != asked_by]
 
 
 def _requirements(run_file: RunFile, catalogue: Catalogue) -> Iterator[tuple[str, str]]:
     for part in _built(run_file):
-        required = catalogue.load(part.kind, part.use).provider.required(part.options)
-        for capability in sorted(c for c in required if not c.startswith(JUDGED)):
+        for capability in sorted(c for c in catalogue.required(part) if not c.startswith(JUDGED)):
             yield _label(part), capability
     for policy in run_file.policies.values():
         if policy.algorithm.keys.episodes == "sampled":
@@ -188,15 +191,12 @@ def _requirements(run_file: RunFile, catalogue: Catalogue) -> Iterator[tuple[str
                 yield f"schedule.on_update of policy {policy.name!r}", f"pause.{policy.schedule.on_update.value}"
 
 
-def _offering(capability: str, catalogue: Catalogue) -> Iterator[Any]:
-    """Installed plugins that offer it in their default config. Loads them: only on the way to an error."""
-    for entry in catalogue.entries():
-        try:
-            provider = catalogue.load(entry.kind, entry.name).provider
-            if capability in provider.offered(provider.config()):
-                yield entry
-        except Exception:  # broken, or without a default config: no advice from it
-            continue
+def _offering(capability: str, catalogue: Catalogue) -> Iterator[Loaded]:
+    """Installed plugins that offer it in their default config."""
+    for loaded in catalogue.loadable():
+        with suppress(Exception):  # broken, or without a default config: no advice from it
+            if capability in loaded.provider.offered(loaded.provider.config()):
+                yield loaded
 
 
 # --- the lock --------------------------------------------------------------------------------------------------------
@@ -204,10 +204,8 @@ def _offering(capability: str, catalogue: Catalogue) -> Iterator[Any]:
 
 def plugin_lock(parts: Iterable[Part], catalogue: Catalogue) -> dict[str, Any]:
     """`{"format": 1, "distributions": {name: {"version", "sha256"}}}` of core and of what offers `parts`."""
-    versions = {CORE: __version__}
-    for part in parts:
-        entry = catalogue.find(part.kind, part.use)
-        versions.setdefault(entry.distribution, entry.version)
+    chosen = [catalogue.find(part.kind, part.use) for part in parts]
+    versions = {entry.distribution: entry.version for entry in chosen} | {CORE: __version__}
     rows = {
         name: {"version": versions[name], "sha256": distribution_hash(name, catalogue)} for name in sorted(versions)
     }
@@ -221,7 +219,7 @@ def check_lock(lock: Mapping[str, Any], catalogue: Catalogue) -> None:
             f"the plugin lock has format {lock.get('format')!r}; miles-core {__version__} reads format 1",
             fix="use the miles-core that wrote it",
         )
-    installed = {CORE: __version__} | {e.distribution: e.version for e in catalogue.entries() if e.distribution != CORE}
+    installed = {entry.distribution: entry.version for entry in catalogue.entries()} | {CORE: __version__}
     wrong = []
     for name, locked in lock["distributions"].items():
         if name not in installed:

@@ -15,10 +15,12 @@ import inspect
 import re
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, is_dataclass
+from itertools import chain
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 
@@ -34,11 +36,17 @@ from miles_core.errors import (
     blamed,
     clause,
 )
-from miles_core.provider import Provider
+from miles_core.provider import BuildContext, Place, Provider
+
+if TYPE_CHECKING:
+    from miles_core.config.schema import Part
 
 CORE = "miles-core"
-_UNREADABLE: dict[str, Any] = {"kind": "?", "name": "?", "major": 0, "module": "", "version": "?"}
 _GROUP = re.compile(r"miles\.([a-z_]+)\.v(\d+)")
+#: Name, specifier and extra of a `Requires-Dist` line, so that scanning need not import `packaging.requirements`.
+_REQUIREMENT = re.compile(
+    r"""\s*([\w.-]+)\s*(?:\[[^\]]*\])?\s*\(?([^);]*)\)?[^;]*(?:;.*?\bextra\s*==\s*['"]([^'"]+))?"""
+)
 
 #: Distributions of this repository, for the `pip install` line of an unknown name.
 OURS = {
@@ -100,20 +108,22 @@ class Loaded:
     def __str__(self) -> str:
         return f"{self.kind} plugin {self.provider.name!r} ({self.distribution} {self.version})"
 
+    def build_early(self, options: Any, name: str, seed: int = 0) -> Any:
+        """What the provider builds in the controller while there is no run file yet."""
+        unready: Any = None
+        return self.build(options, BuildContext(place=Place.CONTROLLER, name=name, run=unready, seed=seed))
+
     def build(self, options: Any, context: Any) -> Any:
         """What the provider builds. Raises `MissingExtraError` where an import of it fails, and `PluginLoadError` for
         whatever else it raises that is no error of Miles."""
-        try:
-            return self.provider.build(options, context)
-        except MilesError:
-            raise
-        except ImportError as error:
-            lacking = (error.name or "what it imports").partition(".")[0]
-            fix = f"pip install {lacking}, or the extra that {self.distribution} names for it"
-            raise MissingExtraError(f"{self} cannot be built: {error}", fix=fix) from error
-        except Exception as error:
-            fix = "see where with --traceback, then mend or leave out that plugin"
-            raise PluginLoadError(f"{self} cannot be built: {clause(error)}", fix=fix) from error
+        failed, fix = f"{self} cannot be built", "see where with --traceback, then mend or leave out that plugin"
+        with blamed(failed, PluginLoadError, fix):
+            try:
+                return self.provider.build(options, context)
+            except ImportError as error:
+                lacking = (error.name or "what it imports").partition(".")[0]
+                fix = f"pip install {lacking}, or the extra that {self.distribution} names for it"
+                raise MissingExtraError(f"{failed}: {error}", fix=fix) from error
 
 
 def close(name: str, choices: Iterable[str]) -> str:
@@ -139,27 +149,25 @@ class Catalogue:
     """All entries, and what was loaded of them. `pm` knows loaded modules only; observers are called through it."""
 
     every: tuple[Entry, ...]
-    core_version: str = __version__
-    pm: pluggy.PluginManager = field(default_factory=lambda: _manager())
+    pm: pluggy.PluginManager = field(default_factory=lambda: pluggy.PluginManager(PROJECT))
     _loaded: dict[tuple[str, str], Loaded] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.pm.add_hookspecs(hookspecs)
 
     @staticmethod
     def read(path: Sequence[str] | None = None) -> Catalogue:
         """Scan the distributions on `path` (default `sys.path`). A distribution found twice counts where first met."""
-        entries: list[Entry] = []
-        seen: set[str] = set()
-        found = importlib.metadata.distributions(path=list(sys.path if path is None else path))
-        for dist in found:
+        found: dict[str, tuple[Entry, ...]] = {}
+        for dist in importlib.metadata.distributions(path=list(sys.path if path is None else path)):
             try:
                 name, offered = _entries_of(dist)
             except Exception as error:  # a broken installation is a row of the listing, never the end of a run
-                name = str(getattr(dist, "_path", dist))
-                summary = f"unreadable metadata: {error}"
-                offered = (Entry(**_UNREADABLE, distribution=name, summary=summary),)
-            if name not in seen:
-                entries += offered
-            seen.add(name)
-        return Catalogue(tuple(sorted(entries, key=lambda e: (e.kind, e.name, e.distribution, -e.major))))
+                name, why = str(getattr(dist, "_path", dist)), f"unreadable metadata: {error}"
+                offered = (Entry(kind="?", name="?", major=0, module="", distribution=name, version="?", summary=why),)
+            found.setdefault(name, offered)
+        every = chain(*found.values())
+        return Catalogue(tuple(sorted(every, key=lambda e: (e.kind, e.name, e.distribution, -e.major))))
 
     def entries(self, kind: str | None = None) -> tuple[Entry, ...]:
         """Entries of one kind, or all, by kind and name."""
@@ -194,7 +202,7 @@ class Catalogue:
         kind, ours = entry.kind, API_VERSIONS[entry.kind]
         if entry.major != ours:
             return f"API v{entry.major}, core speaks v{ours}", IncompatiblePluginError(
-                f"{entry} targets {kind} API v{entry.major}; miles-core {self.core_version} speaks v{ours}",
+                f"{entry} targets {kind} API v{entry.major}; miles-core {__version__} speaks v{ours}",
                 fix=f"install a release of {entry.distribution} for {kind} API v{ours}"
                 + (f", or upgrade {CORE}" if entry.major > ours else ""),
             )
@@ -208,9 +216,9 @@ class Catalogue:
         wanted = f"miles-core{entry.requires_core}"
         if not self._in_range(entry):
             return f"needs {wanted}", IncompatiblePluginError(
-                f"{entry} needs {wanted}; miles-core {self.core_version} is installed",
+                f"{entry} needs {wanted}; miles-core {__version__} is installed",
                 fix=f"pip install '{wanted}', or install a release of {entry.distribution} that takes miles-core "
-                f"{self.core_version}",
+                f"{__version__}",
             )
         return None
 
@@ -234,6 +242,21 @@ class Catalogue:
                     provider=offered[name], distribution=entry.distribution, version=entry.version, kind=kind
                 )
             return self._loaded[kind, name]
+
+    def loadable(self, *kinds: str) -> Iterator[Loaded]:
+        """Every plugin of some kinds, or of all, that can be loaded: only for advice, on the way to an error."""
+        for kind in kinds or sorted(API_VERSIONS):
+            for name in self.names(kind):
+                with suppress(MilesError):
+                    yield self.load(kind, name)
+
+    def required(self, part: Part) -> frozenset[str]:
+        """What the plugin of a part needs from others, under its options."""
+        return self.load(part.kind, part.use).provider.required(part.options)
+
+    def offered(self, part: Part) -> frozenset[str]:
+        """What the plugin of a part has for others, under its options."""
+        return self.load(part.kind, part.use).provider.offered(part.options)
 
     def _register(self, entry: Entry) -> ModuleType:
         if ":" in entry.module:
@@ -260,24 +283,24 @@ class Catalogue:
         return module
 
     def _providers(self, entry: Entry, module: ModuleType) -> dict[str, Provider[Any, Any]]:
+        hook, given = f"{entry}: miles_{entry.kind}()", list[Any]()
+        with blamed(f"{hook} raised", PluginContractError, "a hook only describes; move what can fail into `build`"):
+            for impl in getattr(self.pm.hook, f"miles_{entry.kind}").get_hookimpls():
+                if impl.plugin is module:
+                    returned = impl.function()
+                    given += returned if isinstance(returned, list | tuple) else [returned]
         offered: dict[str, Provider[Any, Any]] = {}
-        for impl in getattr(self.pm.hook, f"miles_{entry.kind}").get_hookimpls():
-            if impl.plugin is not module:
+        for provider in given:
+            if not isinstance(provider, Provider):
+                found, fix = f"a {type(provider).__name__}", "return a Provider, or a list of them"
+            elif not (isinstance(provider.config, type) and is_dataclass(provider.config)):
+                found, fix = f"{provider.name!r} with config {provider.config!r}", "make config a dataclass type"
+            elif provider.name in offered:
+                found, fix = f"two providers named {provider.name!r}", "give every provider a name of its own"
+            else:
+                offered[provider.name] = provider
                 continue
-            fix = "a hook only describes; move what can fail into `build`"
-            with blamed(f"{entry}: miles_{entry.kind}() raised", PluginContractError, fix):
-                given = impl.function()
-            for provider in given if isinstance(given, list | tuple) else [given]:
-                if not isinstance(provider, Provider):
-                    found, fix = f"a {type(provider).__name__}", "return a Provider, or a list of them"
-                elif not (isinstance(provider.config, type) and is_dataclass(provider.config)):
-                    found, fix = f"{provider.name!r} with config {provider.config!r}", "make config a dataclass type"
-                elif provider.name in offered:
-                    found, fix = f"two providers named {provider.name!r}", "give every provider a name of its own"
-                else:
-                    offered[provider.name] = provider
-                    continue
-                raise PluginContractError(f"{entry}: miles_{entry.kind}() offers {found}", fix=fix)
+            raise PluginContractError(f"{hook} offers {found}", fix=fix)
         return offered
 
     def _in_range(self, entry: Entry) -> bool:
@@ -286,22 +309,22 @@ class Catalogue:
         from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
         try:
-            return SpecifierSet(entry.requires_core).contains(self.core_version, prereleases=True)
+            return SpecifierSet(entry.requires_core).contains(__version__, prereleases=True)
         except InvalidSpecifier:
             return False
 
     def _unknown(self, kind: str, name: str) -> UnknownPluginError:
-        named = {e.name: f"{e.name} ({e.distribution} {e.version})" for e in reversed(self.entries(kind))}
         elsewhere = [e.kind for e in self.every if e.name == name]
         if ours := [dist for dist, offers in OURS.items() if f"{kind}:{name}" in offers]:
             fix = f"pip install {ours[0]}"
-        elif similar := close(name, named):
+        elif similar := close(name, self.names(kind)):
             fix = f"write {similar!r}, if that was meant"
         elif elsewhere:
             fix = f"{name!r} is of kind {elsewhere[0]}; name a {kind} plugin here"
         else:
             fix = "install the distribution that offers it, or use one that is installed"
-        installed = ", ".join(reversed(named.values())) or "none"
+        named = dict.fromkeys(f"{e.name} ({e.distribution} {e.version})" for e in self.entries(kind))
+        installed = ", ".join(named) or "none"
         return UnknownPluginError(f"no {kind} plugin is named {name!r}; installed: {installed}", fix=fix)
 
 
@@ -311,8 +334,9 @@ def _entries_of(dist: importlib.metadata.Distribution) -> tuple[str, tuple[Entry
     if not text or "[miles." not in text:
         return "", ()
     meta = dist.metadata
-    name = re.sub(r"[-_.]+", "-", meta["Name"]).lower()
-    requires = list(_requirements(meta.get_all("Requires-Dist") or []))
+    name = _normalised(meta["Name"])
+    lines = map(_REQUIREMENT.match, meta.get_all("Requires-Dist") or [])
+    requires = [(_normalised(line[1]), line[2].replace(" ", ""), line[3]) for line in lines if line]
     shared: dict[str, Any] = {
         **{"distribution": name, "version": meta["Version"], "summary": meta["Summary"] or ""},
         "requires_core": ",".join(spec for what, spec, extra in requires if what == CORE and not extra and spec),
@@ -325,27 +349,15 @@ def _entries_of(dist: importlib.metadata.Distribution) -> tuple[str, tuple[Entry
     )
 
 
-def _manager() -> pluggy.PluginManager:
-    manager = pluggy.PluginManager(PROJECT)
-    manager.add_hookspecs(hookspecs)
-    return manager
-
-
-def _requirements(requires: Iterable[str]) -> Iterable[tuple[str, str, str]]:
-    """(normalised name, specifier, extra) of each `Requires-Dist` line, without importing `packaging.requirements`."""
-    for line in requires:
-        spec, _, marker = line.partition(";")
-        parts = re.match(r"\s*([\w.-]+)\s*(?:\[[^\]]*\])?\s*\(?([^)]*)\)?", spec)
-        extra = re.search(r"""extra\s*==\s*['"]([^'"]+)""", marker)
-        if parts:
-            yield re.sub(r"[-_.]+", "-", parts[1]).lower(), parts[2].replace(" ", ""), extra[1] if extra else ""
+def _normalised(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def _install_line(entry: Entry, error: BaseException) -> str:
     missing = (getattr(error, "name", None) or "").split(".")[0] if isinstance(error, ImportError) else ""
     if not missing:
         return f"upgrade or reinstall {entry.distribution}; `--traceback` shows where it failed"
-    extra = next((e for e, requirement in entry.extras if requirement == missing.replace("_", "-").lower()), "")
+    extra = next((extra for extra, requirement in entry.extras if requirement == _normalised(missing)), "")
     return f"pip install '{entry.distribution}[{extra}]'" if extra else f"pip install what provides {missing!r}"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import ClassVar
 
 EXIT_FINDINGS = 1
@@ -33,11 +34,7 @@ class MilesError(Exception):
         return f"{self.code}: {self.message}\nFix: {self.fix}"
 
     def __reduce__(self) -> tuple[object, ...]:  # keyword-only `fix` must survive a process boundary
-        return _rebuild, (type(self), self.message, self.fix)
-
-
-def _rebuild(cls: type[MilesError], message: str, fix: str) -> MilesError:
-    return cls(message, fix=fix)
+        return partial(type(self), fix=self.fix), (self.message,)
 
 
 class InputError(MilesError):

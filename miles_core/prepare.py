@@ -88,7 +88,7 @@ def prepare(run_file: RunFile, catalogue: Catalogue, run_dir: Path, export: RunL
         for name, policy in run_file.policies.items()
     }
     lock = plugin_lock([*run_file.parts(), *_unbuilt(run_file, catalogue)], catalogue)
-    lock = {**lock, "sources": wiring.payload({})["sources"]}
+    lock["sources"] = wiring.payload({})["sources"]
     return Prepared(wiring=wiring, lock=lock, parts=parts, filters=filters)
 
 
@@ -123,10 +123,9 @@ def column_specs(stages: Stages, extensions: tuple[Any, ...]) -> dict[str, Colum
 
 def _unbuilt(run_file: RunFile, catalogue: Catalogue) -> list[Part]:
     """Presets and built-in tokenizers: no instance stands for them in the run file, and they decide what runs."""
-    found = [("algorithm", p.algorithm.preset) for p in run_file.policies.values() if p.algorithm.preset]
-    known = catalogue.names("tokenizer")
-    named = [p.model.core.tokenizer for p in run_file.policies.values()]
-    found += [("tokenizer", name) for name in named if name in known]
+    policies, known = run_file.policies.values(), catalogue.names("tokenizer")
+    found = [("algorithm", p.algorithm.preset) for p in policies if p.algorithm.preset]
+    found += [("tokenizer", p.model.core.tokenizer) for p in policies if p.model.core.tokenizer in known]
     return [Part(kind=kind, name=use, use=use, options=None) for kind, use in found]
 
 
@@ -137,9 +136,8 @@ def model_sources(run_file: RunFile, catalogue: Catalogue, export: RunLoader, be
     another working directory nor a better checkpoint of another run changes what this one started from.
     """
     known = sources_of((begun or {}).get("sources", {}))
-    if known and all(
-        p.is_dir() for r in known.values() for s in r.values() for p in (s.folder, s.tokenizer_folder) if p
-    ):
+    sources = [source for roles in known.values() for source in roles.values()]
+    if known and all(folder.is_dir() for s in sources for folder in (s.folder, s.tokenizer_folder) if folder):
         return known
     run = run_file.run
     base = Path(run.folder) if run.folder else None
@@ -149,17 +147,13 @@ def model_sources(run_file: RunFile, catalogue: Catalogue, export: RunLoader, be
 
     found: dict[str, dict[str, ModelSource]] = {}
     for policy in run_file.policies.values():
-        shared, keys = resolve(policy.model), policy.model.core
-        found[policy.name] = {
-            name: resolve(replace(policy.model, core=replace(keys, source=role.source, architecture=None)))
-            if role.source
-            else shared
-            for name, role in policy.roles.items()
-        }
-        for name, role in policy.roles.items():
+        model, roles = policy.model, found.setdefault(policy.name, {})
+        shared = resolve(model)
+        for name, role in policy.roles.items():  # the actor first
+            roles[name] = shared
             if role.source:
-                path = join(policy.at, f"roles.{name}")
-                check_vocabulary(found[policy.name]["actor"], found[policy.name][name], path)
+                roles[name] = resolve(replace(model, core=replace(model.core, source=role.source, architecture=None)))
+                check_vocabulary(roles["actor"], roles[name], join(policy.at, f"roles.{name}"))
     return found
 
 

@@ -11,6 +11,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from miles_core.errors import PluginContractError, blamed
+
 if TYPE_CHECKING:
     from miles_core.config.schema import RunFile
     from miles_core.contracts.engine import Engine
@@ -59,8 +61,6 @@ class BuildContext:
         """The value of `attribute`; a `PluginContractError` where wiring did not give it."""
         value = getattr(self, attribute)
         if value is None:
-            from miles_core.errors import PluginContractError
-
             raise PluginContractError(
                 f"{self.name!r} needs {attribute!r} at place {self.place.value!r}, and wiring gives none there",
                 fix=f"build it at a place that has {attribute!r}, or do not ask for it",
@@ -100,8 +100,6 @@ class Provider(Generic[ConfigT, ProductT]):
         return self._told("offers", self.offers, config)
 
     def _told(self, what: str, words: Capabilities, config: ConfigT) -> frozenset[str]:
-        from miles_core.errors import PluginContractError, blamed
-
         fix = f"mend {what} of that plugin's provider: an iterable of words, or a function of its config to one"
         with blamed(f"plugin {self.name!r} cannot say what it {what}", PluginContractError, fix):
             return frozenset(words(config) if callable(words) else words)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from miles_core import __version__
 from miles_core.cli.probe import Finding
 from miles_core.errors import EXIT_FINDINGS, MilesError
 
@@ -57,7 +58,7 @@ def environment(catalogue: Catalogue) -> Iterator[Finding]:
     yield Finding(
         name="miles-core",
         ok=bool(built_in),
-        finding=catalogue.core_version if built_in else "its metadata is not installed, so built-ins cannot be found",
+        finding=__version__ if built_in else "its metadata is not installed, so built-ins cannot be found",
         fix="pip install miles-core (or pip install -e . in a clone)",
     )
     for extra, modules in EXTRAS.items():

@@ -8,27 +8,16 @@ from typing import Any, TypeVar
 
 from miles_core.config import layers, schema
 from miles_core.config.binding import bind, check_keys, fields_of, plain
-from miles_core.config.layers import (
-    ALGORITHM_KEYS,
-    CORE_KEYS,
-    At,
-    Leaf,
-    Tree,
-    is_map,
-    kinds_at,
-    sections,
-    unwrap,
-    use_of,
-)
-from miles_core.config.rules import required
+from miles_core.config.layers import At, Leaf, Tree, is_map, kinds_at, sections, unwrap, use_of
+from miles_core.config.rules import demonstrated_size
 from miles_core.config.schema import Algorithm, Part, Policy, RoleConfig, RunFile
 from miles_core.discovery import Catalogue, Loaded
 from miles_core.errors import CombinationError, ConfigError, MilesError, PluginContractError
 
 T = TypeVar("T")
 
+#: Sections of a policy: of an entry of `policies`, or of the run file itself, which is then the policy `main`.
 POLICY_KEYS = ("model", "env", "envs", "algorithm", "schedule", "optimizer", "roles", "renderer")
-RUN_KEYS = ("run", "eval", "rollout", "engines", "backend", "sync", "launcher", "trackers", "scorers", "extensions")
 
 
 class Frozen(dict):
@@ -60,7 +49,7 @@ class Binder:
         self.tree: dict[str, Any] = {}
 
     def run_file(self, draft: Tree) -> RunFile:
-        check_keys("", draft, (*RUN_KEYS, "policies", *POLICY_KEYS))
+        check_keys("", draft, list(layers.SHAPES))
         policies = self.policies(draft)
         engines = self.one_or_many(draft, ("rollout",), ("engines",))
         judging = {role.engine for policy in policies.values() for role in policy.roles.values()}
@@ -98,9 +87,9 @@ class Binder:
             check_keys(".".join(prefix), scope, ("share", *POLICY_KEYS))
             share = self.bound(schema.PolicyKeys, {k: v for k, v in scope.items() if k == "share"}, prefix).share
         algorithm = self.algorithm(scope, *prefix, "algorithm")
-        if algorithm.keys.episodes == "demonstrations":  # one reference answer a task, or one pair of them
-            pairs = any("preference" in needs for _, needs in required(algorithm, self.catalogue))
-            scope = layers.merge({"schedule": {"group_size": Leaf(1 + pairs, "default")}}, scope)
+        if algorithm.keys.episodes == "demonstrations":
+            size = Leaf(demonstrated_size(algorithm, self.catalogue), "default")
+            scope = layers.merge({"schedule": {"group_size": size}}, scope)
         scope = layers.merge({"renderer": {"use": Leaf("text", "default")}}, scope)
         envs = self.one_or_many(scope, (*prefix, "env"), (*prefix, "envs"))
         if not envs:
@@ -120,30 +109,28 @@ class Binder:
     def roles(self, scope: Tree, *prefix: str) -> dict[str, RoleConfig]:
         """Always with `actor`, whose optimizer is the section `optimizer`."""
         given = {"actor": Tree(), **sections(scope, "roles")}
-        actor = {"update": Leaf("trained", "default"), **given["actor"]}
+        actor = given["actor"] = {"update": Leaf("trained", "default"), **given["actor"]}
         if "optimizer" in actor:
             if isinstance(scope.get("optimizer"), dict):
                 one, two = (".".join((*prefix, key)) for key in ("optimizer", "roles.actor.optimizer"))
                 raise CombinationError(f"{one} and {two} are one section, given twice", fix="keep one")
             scope = {**scope, "optimizer": actor.pop("optimizer")}
+        optimizer = self.core(schema.OptimizerConfig, scope, *prefix, "optimizer")
         roles: dict[str, RoleConfig] = {}
-        for name, section in {**given, "actor": actor}.items():
-            path = (*prefix, "roles", name)
-            if getattr(section.get("optimizer"), "value", section) is None:  # as for a part: null removes it
-                section = {key: value for key, value in section.items() if key != "optimizer"}
-            role = bind(RoleConfig, unwrap(section), ".".join(path))
-            values = plain(role)
-            if name == "actor":
-                role = replace(role, optimizer=self.core(schema.OptimizerConfig, scope, *prefix, "optimizer"))
-            if name == "actor" or role.update != "trained":
-                del values["optimizer"]
-                if "optimizer" in section:
-                    raise CombinationError(
-                        f"{'.'.join(path)}.optimizer is given, but its update is {role.update.value!r}",
-                        fix=f"remove it, or write {'.'.join(path)}.update: trained",
-                    )
-            roles[name] = role
-            self.note(path, values)
+        for name, section in given.items():
+            path, values = (*prefix, "roles", name), unwrap(section)
+            at = ".".join(path)
+            if values.get("optimizer") is None:  # as for a part: null removes it
+                values.pop("optimizer", None)
+            role = bind(RoleConfig, values, at)
+            its_own = role.update == "trained" and name != "actor"
+            if "optimizer" in values and not its_own:
+                raise CombinationError(
+                    f"{at}.optimizer is given, but its update is {role.update.value!r}",
+                    fix=f"remove it, or write {at}.update: trained",
+                )
+            self.note(path, {k: v for k, v in plain(role).items() if k != "optimizer" or its_own})
+            roles[name] = replace(role, optimizer=optimizer) if name == "actor" else role
         return roles
 
     def algorithm(self, scope: Tree, *path: str) -> Algorithm:
@@ -228,13 +215,15 @@ class Binder:
                 f"{at}: the {kind} {use!r} stands in {its_own!r}, not in {field!r}",
                 fix=f"move it to algorithm.{its_own}, or choose another {kind}",
             )
-        core, options = self.shared(None if field == "corrections" else CORE_KEYS.get(kind), loaded, section, path)
+        core, options = self.shared(
+            None if field == "corrections" else layers.CORE_KEYS.get(kind), loaded, section, path
+        )
         return Part(kind=kind, name=path[-1] if instance else use, use=use, options=options, core=core, at=at)
 
     def shared(self, core_type: type | None, loaded: Loaded | None, section: Tree, path: At) -> tuple[Any, Any]:
         """A section of which core types some keys and the plugin the rest: what each makes of its own."""
         ours = {} if core_type is None else fields_of(core_type)
-        owned = ALGORITHM_KEYS if core_type is schema.AlgorithmKeys else {"use", *ours}
+        owned = layers.ALGORITHM_KEYS if core_type is schema.AlgorithmKeys else {"use", *ours}
         config = Nothing if loaded is None else loaded.provider.config
         if both := sorted(owned & fields_of(config).keys()):
             raise PluginContractError(

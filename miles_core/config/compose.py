@@ -20,7 +20,6 @@ from miles_core.config.reading import read_origins, read_overrides, read_yaml
 from miles_core.config.schema import RunFile
 from miles_core.discovery import Catalogue, scan
 from miles_core.errors import ConfigError, PluginContractError, blamed
-from miles_core.provider import BuildContext, Place
 
 
 def load(
@@ -95,8 +94,8 @@ def _over_preset(section: Tree, path: str, catalogue: Catalogue, above: tuple[st
         raise ConfigError(f"{path}: presets build on each other in a circle: {', '.join(above)}", fix="use another")
     loaded = catalogue.load("algorithm", name)
     options = {k: unwrap(v) for k, v in section.items() if k not in ALGORITHM_KEYS}
-    no_context: Any = None  # a preset is a pure function of its options
-    built = loaded.build(bind(loaded.provider.config, options, path, also=sorted(ALGORITHM_KEYS)), no_context)
+    given = bind(loaded.provider.config, options, path, also=sorted(ALGORITHM_KEYS))
+    built = loaded.build(given, None)  # a preset is a pure function of its options
     stray = [key for key in built if key not in ALGORITHM_KEYS] if isinstance(built, Mapping) else [built]
     if stray:
         raise PluginContractError(
@@ -112,9 +111,7 @@ def _over_preset(section: Tree, path: str, catalogue: Catalogue, above: tuple[st
 def _on_config(draft: Tree, name: str, catalogue: Catalogue) -> Mapping[str, Any]:
     """What the extension `name` changes. It is built in the controller, before there is a run file."""
     part = Binder(catalogue).part(("extensions", name), sections(draft, "extensions")[name])
-    unready: Any = None
-    context = BuildContext(place=Place.CONTROLLER, name=name, run=unready)
-    extension = catalogue.load("extension", part.use).build(part.options, context)
+    extension = catalogue.load("extension", part.use).build_early(part.options, name)
     plain = unwrap(draft)
     fix = "see where with --traceback, then mend or leave out that extension"
     with blamed(f"on_config of extension {name!r} failed", PluginContractError, fix):

@@ -17,17 +17,23 @@ from miles_core.config.binding import fields_of, join, show
 from miles_core.config.schema import PART_FIELDS, SECTIONS, AlgorithmKeys, TermKeys
 from miles_core.errors import ConfigError, ConfigTypeError
 
-#: Sections that hold one part, and sections that are ordered maps of parts: section -> kind.
-SINGULAR = {
-    **{"backend": "backend", "sync": "sync", "launcher": "launcher", "rollout": "rollout"},
-    **{"model": "model", "renderer": "renderer", "env": "env", "algorithm": "algorithm"},
+#: Every section of a run file, like `PART_FIELDS`: the kind of plugin that stands there (none where core types all of
+#: it), and whether it is an ordered map of such sections.
+SHAPES: dict[str, tuple[tuple[str, ...], bool]] = {
+    **{key: ((), False) for key in ("run", "eval", "schedule", "optimizer")},
+    **{key: ((), True) for key in ("roles", "policies")},
+    **{key: ((key,), False) for key in ("model", "env", "algorithm", "renderer")},
+    **{key: ((key,), False) for key in ("rollout", "backend", "sync", "launcher")},
+    **{"engines": (("rollout",), True), "envs": (("env",), True), "trackers": (("tracker",), True)},
+    **{"scorers": (("scorer",), True), "extensions": (("extension",), True)},
 }
-PLURAL = {"engines": "rollout", "envs": "env", "trackers": "tracker", "scorers": "scorer", "extensions": "extension"}
 
 #: What core owns of a part's section, by kind.
 CORE_KEYS = {kind: SECTIONS[kind] for kind in ("rollout", "backend", "sync", "env", "model")} | {"term": TermKeys}
 #: Keys that core owns of `algorithm`.
 ALGORITHM_KEYS = frozenset({"use", *PART_FIELDS, *fields_of(AlgorithmKeys)})
+#: Keys that survive a change of plugin, by its kind.
+_KEPT = {kind: frozenset(fields_of(keys)) for kind, keys in CORE_KEYS.items()} | {"algorithm": ALGORITHM_KEYS}
 
 _NAME = re.compile(r"[A-Za-z0-9_][\w-]*")
 
@@ -76,30 +82,29 @@ def use_of(section: Tree) -> str | None:
     return use.value if isinstance(use, Leaf) else None
 
 
-def _in_policy(path: At) -> At:
-    return path[2:] if len(path) > 2 and path[0] == "policies" else path
+def _shape(path: At) -> tuple[tuple[str, ...], bool, At]:
+    """Kinds and plural of the section, or field of `algorithm`, that holds `path`, and the keys of `path` within it."""
+    table, path = SHAPES, path[2:] if len(path) > 2 and path[0] == "policies" else path
+    if len(path) > 1 and path[0] == "algorithm":
+        table, path = PART_FIELDS, path[1:]
+    return (*table[path[0]], path[1:]) if path and path[0] in table else ((), False, path)
 
 
 def kinds_at(path: At) -> tuple[str, ...]:
     """The kinds of plugin that may stand at `path`; empty where no part stands."""
-    match _in_policy(path):
-        case (section,) if section in SINGULAR:
-            return (SINGULAR[section],)
-        case (section, _) if section in PLURAL:
-            return (PLURAL[section],)
-        case ("algorithm", field, *name) if field in PART_FIELDS and len(name) == PART_FIELDS[field][1]:
-            return PART_FIELDS[field][0]
-    return ()
+    kinds, plural, within = _shape(path)
+    return kinds if len(within) == plural else ()
 
 
 def is_map(path: At) -> bool:
     """Whether what stands at `path` is an ordered map of sections, whose keys are names."""
-    match _in_policy(path):
-        case (section,):
-            return section in PLURAL or section in ("policies", "roles")
-        case ("algorithm", field):
-            return field in PART_FIELDS and PART_FIELDS[field][1]
-    return False
+    _, plural, within = _shape(path)
+    return plural and not within
+
+
+def _is_section(path: At) -> bool:
+    _, plural, within = _shape(path)
+    return len(within) <= plural
 
 
 def layer(values: Any, origin: str, origins: Mapping[str, str] | None = None, path: At = ()) -> Tree:
@@ -137,11 +142,6 @@ def expand(tree: Tree, path: At = ()) -> Tree:
     return out
 
 
-def _is_section(path: At) -> bool:
-    plain = _in_policy(path) in [("run",), ("eval",), ("schedule",), ("optimizer",)]
-    return plain or bool(kinds_at(path)) or is_map(path) or is_map(path[:-1])
-
-
 def merge(low: Tree, high: Tree, path: At = (), *, keep_core: bool = True) -> Tree:
     """`high` over `low`. `keep_core`: a change of plugin keeps core's keys of the lower layer (not over a preset)."""
     out = dict(low)
@@ -154,14 +154,7 @@ def merge(low: Tree, high: Tree, path: At = (), *, keep_core: bool = True) -> Tr
             below = {}
         old = use_of(below) or (key if is_map(path) else None)
         if kinds_at(at) and old is not None and (use_of(value) or old) != old:
-            kept = _owned_by_core(kinds_at(at)) if keep_core else frozenset()
+            kept = {key for kind in kinds_at(at) for key in _KEPT.get(kind, ()) if keep_core}
             below = {k: v for k, v in below.items() if k in kept}
         out[key] = merge(below, value, at, keep_core=keep_core)
     return out
-
-
-def _owned_by_core(kinds: tuple[str, ...]) -> frozenset[str]:
-    """Keys that survive a change of plugin."""
-    if kinds == ("algorithm",):
-        return ALGORITHM_KEYS
-    return frozenset(key for kind in kinds if kind in CORE_KEYS for key in fields_of(CORE_KEYS[kind]))

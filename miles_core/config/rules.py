@@ -15,7 +15,7 @@ requirements of its provider:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import PurePath
 
@@ -38,16 +38,10 @@ def check(run_file: RunFile, catalogue: Catalogue) -> None:
 
 def violations(run_file: RunFile, catalogue: Catalogue) -> Iterator[MilesError]:
     """Every value and every combination of this run file that is refused."""
-    for message, fix in _ranges(run_file):
-        yield ConfigRangeError(message, fix=fix)
-    policies = run_file.policies.values()
-    rules = [rule(policy) for policy in policies for rule in (_model, _algorithm)]
-    rules += [_roles(policy, run_file.scorers) for policy in policies]
-    rules += [_judges(policy, run_file, catalogue) for policy in policies]
-    rules += [rule(policy, catalogue) for policy in policies for rule in (_schedule, _siblings, _critic)]
-    rules += [_requirements(policy, run_file, catalogue) for policy in policies]
-    for message, fix in chain(*rules, _engines(run_file, catalogue)):
-        yield CombinationError(message, fix=fix)
+    yield from (ConfigRangeError(message, fix=fix) for message, fix in _ranges(run_file))
+    of_policies = (_model, _algorithm, _roles, _judges, _schedule, _critic, _requirements)
+    rules = [rule(policy, run_file, catalogue) for policy in run_file.policies.values() for rule in of_policies]
+    yield from (CombinationError(message, fix=fix) for message, fix in chain(*rules, _engines(run_file, catalogue)))
 
 
 def _at_most(path: str, value: int, limit: int, why: str) -> Wrong:
@@ -78,7 +72,7 @@ def _ranges(run_file: RunFile) -> Wrong:
             yield f"{part.at}.top_p is {part.core.top_p:g}; it must be above 0", "write 1.0 to keep all"
 
 
-def _model(policy: Policy) -> Wrong:
+def _model(policy: Policy, run_file: RunFile, catalogue: Catalogue) -> Wrong:
     at, keys = policy.model.at, policy.model.core
     if (keys.source is None) == (keys.architecture is None):
         given = "neither" if keys.source is None else "both"
@@ -86,13 +80,14 @@ def _model(policy: Policy) -> Wrong:
             f"{at} gives {given} of source and architecture; a model comes from exactly one",
             f"write {at}.source: FOLDER, or {at}.architecture: {{…}} to draw one at random; not both",
         )
-    if keys.architecture is not None and not keys.architecture.get("model_type"):
-        yield f"{at}.architecture has no model_type", f"add {at}.architecture.model_type, e.g. qwen3"
-    if keys.architecture is not None and keys.tokenizer is None:
-        yield (
-            f"{at}.architecture is drawn at random and has no tokenizer of its own",
-            f"add {at}.tokenizer, e.g. chars with {at}.alphabet, or a folder",
-        )
+    if keys.architecture is not None:
+        if not keys.architecture.get("model_type"):
+            yield f"{at}.architecture has no model_type", f"add {at}.architecture.model_type, e.g. qwen3"
+        if keys.tokenizer is None:
+            yield (
+                f"{at}.architecture is drawn at random and has no tokenizer of its own",
+                f"add {at}.tokenizer, e.g. chars with {at}.alphabet, or a folder",
+            )
     if (keys.tokenizer == "chars") != (keys.alphabet is not None):
         yield (
             f"{at}.tokenizer is {keys.tokenizer!r} and {at}.alphabet is {keys.alphabet!r}; "
@@ -101,61 +96,56 @@ def _model(policy: Policy) -> Wrong:
         )
 
 
-def _schedule(policy: Policy, catalogue: Catalogue) -> Wrong:
+def _schedule(policy: Policy, run_file: RunFile, catalogue: Catalogue) -> Wrong:
     at, s = join(policy.at, "schedule"), policy.schedule
     yield from _at_most(f"{at}.updates_per_step", s.updates_per_step, s.groups_per_step, "a group is never split")
     yield from _at_most(f"{at}.min_group_size", s.min_group_size, s.group_size, f"a group has {s.group_size} episodes")
     lag = f"{at}.max_staleness is {s.max_staleness}"
     yield from _at_most(f"{at}.publish_every", s.publish_every, s.max_staleness + 1, f"{lag}: tokens would lag more")
     if policy.algorithm.keys.episodes == "demonstrations":
-        pairs = any("preference" in needs for _, needs in required(policy.algorithm, catalogue))
-        if s.group_size != 1 + pairs:
-            what = "a pair (chosen, rejected)" if pairs else "one episode"
-            yield f"{at}.group_size is {s.group_size}, but demonstrations are {what} a task", f"write {1 + pairs}"
+        size = demonstrated_size(policy.algorithm, catalogue)
+        if s.group_size != size:
+            what = "one episode" if size == 1 else "a pair (chosen, rejected)"
+            yield f"{at}.group_size is {s.group_size}, but demonstrations are {what} a task", f"write {size}"
         if s.max_staleness != 0:
             yield f"{lag}, but demonstrations are not sampled and cannot be stale", "write 0"
     elif s.max_staleness > 0 and s.off_policy is OffPolicy.corrected and not policy.algorithm.many("corrections"):
-        known = ", ".join(
-            n for kind in ("stage", "term") for n in catalogue.names(kind) if _corrects(kind, n, catalogue)
-        )
+        corrections = (loaded.provider for loaded in catalogue.loadable("stage", "term"))
+        known = [p.name for p in corrections if p.field == "correction"]
         yield (
             f"{lag} (asynchronous), and algorithm.corrections names no off-policy correction",
             f"write {at}.off_policy=uncorrected, or {at}.max_staleness=0"
-            + (f", or add a correction to {join(policy.at, 'algorithm.corrections')}: {known}" if known else ""),
+            + (
+                f", or add a correction to {join(policy.at, 'algorithm.corrections')}: {', '.join(known)}"
+                if known
+                else ""
+            ),
         )
-
-
-def _corrects(kind: str, name: str, catalogue: Catalogue) -> bool:
-    try:
-        return catalogue.load(kind, name).provider.field == "correction"
-    except MilesError:  # one that cannot be loaded is no help
-        return False
 
 
 def required(algorithm: Algorithm, catalogue: Catalogue) -> list[tuple[Part, frozenset[str]]]:
     """Every part of the algorithm that will be built, with its requirements."""
     parts = [part for parts in algorithm.parts.values() for part in parts.values() if is_on(part)]
-    return [(part, catalogue.load(part.kind, part.use).provider.required(part.options)) for part in parts]
+    return [(part, catalogue.required(part)) for part in parts]
 
 
-def _siblings(policy: Policy, catalogue: Catalogue) -> Wrong:
-    if policy.schedule.group_size > 1 or policy.algorithm.keys.episodes != "sampled":
-        return
-    baseline = policy.algorithm.one("advantage")
-    for part, needs in required(policy.algorithm, catalogue):
-        if "siblings" in needs or (part is baseline and part.use in GROUP_BASELINES):
-            yield (
-                f"{join(policy.at, 'schedule.group_size')} is 1, and {part.at} ({part.use}) compares the episodes of a "
-                "group: nothing to learn",
-                f"write {join(policy.at, 'schedule.group_size')}=8, or choose another {part.at.rpartition('.')[2]}",
-            )
+def demonstrated_size(algorithm: Algorithm, catalogue: Catalogue) -> int:
+    """The size of a group of demonstrations: one reference answer a task, or one pair of them."""
+    return 1 + any("preference" in needs for _, needs in required(algorithm, catalogue))
 
 
 def _requirements(policy: Policy, run_file: RunFile, catalogue: Catalogue) -> Wrong:
     demonstrated = policy.algorithm.keys.episodes == "demonstrations"
-    aggregation = join(policy.at, "algorithm.aggregation")
+    aggregation, size = (join(policy.at, key) for key in ("algorithm.aggregation", "schedule.group_size"))
+    baseline = policy.algorithm.one("advantage")
     for part, needs in required(policy.algorithm, catalogue):
         this = f"{part.at} ({part.use})"
+        compares = "siblings" in needs or (part is baseline and part.use in GROUP_BASELINES)
+        if compares and policy.schedule.group_size == 1 and not demonstrated:
+            yield (
+                f"{size} is 1, and {this} compares the episodes of a group: nothing to learn",
+                f"write {size}=8, or choose another {part.at.rpartition('.')[2]}",
+            )
         if "aggregation" in needs and run_file.origins.get(aggregation, "default") == "default":
             yield (
                 f"{this} weighs whole trajectories, and {aggregation} is left to its default",
@@ -178,16 +168,17 @@ def _requirements(policy: Policy, run_file: RunFile, catalogue: Catalogue) -> Wr
             )
         for need in sorted(needs):
             what, _, name = need.partition(":")
-            role = policy.roles.get(name)
-            at = join(policy.at, f"roles.{name}")
-            if what in ("role", "scores_at_ids") and role is None:
+            if what not in ("role", "scores_at_ids"):
+                continue
+            role, at = policy.roles.get(name), join(policy.at, f"roles.{name}")
+            if role is None:
                 yield (
                     f"{this} needs the role {name!r}; roles: {', '.join(policy.roles)}",
                     f"add {at}: {{init: actor, update: trained, head: value}}, or update: shares"
                     if name == "critic"
                     else f"add {at}: {{init: actor, update: frozen}}, or with a source or a scorer of its own",
                 )
-            elif what == "scores_at_ids" and role is not None and role.held_by:
+            elif what == "scores_at_ids" and role.held_by:
                 kind = "engine" if role.engine else "scorer"
                 yield (
                     f"{this} scores ids that the trainer chooses, and {at} is the {kind} {role.held_by!r}, which "
@@ -200,10 +191,9 @@ def _bypassed(algorithm: Algorithm) -> Part | None:
     return next((part for part in algorithm.many("corrections") if part.use == "bypass"), None)
 
 
-def _algorithm(policy: Policy) -> Wrong:
+def _algorithm(policy: Policy, run_file: RunFile, catalogue: Catalogue) -> Wrong:
     at, algorithm = join(policy.at, "algorithm"), policy.algorithm
-    advantage = algorithm.one("advantage")
-    reward_kl = algorithm.one("reward_kl")
+    advantage, reward_kl, loss = map(algorithm.one, ("advantage", "reward_kl", "loss"))
     if reward_kl and is_on(reward_kl) and advantage and advantage.use in ("group", "leave_one_out"):
         yield (
             f"{at}.reward_kl is given, and {at}.advantage ({advantage.use}) does not read it",
@@ -216,19 +206,19 @@ def _algorithm(policy: Policy) -> Wrong:
                     f"{bypass.at} puts π_b in place of π_p: the ratio corrects all, {part.at} would do so once more",
                     f"remove {bypass.at} or {part.at}",
                 )
-        if (loss := algorithm.one("loss")) and loss.use == "reinforce":
+        if loss and loss.use == "reinforce":
             yield (
                 f"{bypass.at} leaves all to the ratio of the policy term, and {loss.at} ({loss.use}) has none",
                 f"use clip in {loss.at}, or another correction",
             )
-    terms = [part for field in ("loss", "distill") for part in algorithm.many(field) if part.kind == "term"]
+    terms = [part for part in (loss, algorithm.one("distill")) if part and part.kind == "term"]
     if all(part.core.coef == 0 for part in terms):
         yield f"{at}.loss has the coefficient 0: nothing would be learned", "give it one"
     if sum(part.core.weight for part in policy.envs.values()) <= 0:
         yield f"{join(policy.at, 'envs')}: every weight is 0, so no task can be drawn", "give one a weight above 0"
 
 
-def _roles(policy: Policy, scorers: Mapping[str, Part]) -> Wrong:
+def _roles(policy: Policy, run_file: RunFile, catalogue: Catalogue) -> Wrong:
     roles, path = policy.roles, join(policy.at, "roles")
     for name, role in roles.items():
         at = f"{path}.{name}"
@@ -242,8 +232,8 @@ def _roles(policy: Policy, scorers: Mapping[str, Part]) -> Wrong:
             yield f"{at}.update is 'ema' and its decay is 0: a copy", f"give {at}.decay, e.g. 0.99, or write copy"
         if role.scorer and (role.init or role.source or role.update == "trained"):
             yield f"{at} is the scorer {role.scorer!r} and a model too", "keep scorer alone, or remove it"
-        if role.scorer and role.scorer not in scorers:
-            known = ", ".join(scorers) or "none"
+        if role.scorer and role.scorer not in run_file.scorers:
+            known = ", ".join(run_file.scorers) or "none"
             yield f"{at}.scorer is {role.scorer!r}; scorers: {known}", "name one of them, or add it to scorers"
         met = [name]
         while (following := roles[met[-1]].init) in roles:
@@ -256,7 +246,7 @@ def _roles(policy: Policy, scorers: Mapping[str, Part]) -> Wrong:
         yield f"{path}.actor.update is {actor.value!r}; the actor is what is trained", "remove it, or write trained"
 
 
-def _critic(policy: Policy, catalogue: Catalogue) -> Wrong:
+def _critic(policy: Policy, run_file: RunFile, catalogue: Catalogue) -> Wrong:
     critic, value = policy.roles.get("critic"), policy.algorithm.one("value")
     if critic is None or critic.scorer:
         return
@@ -290,8 +280,7 @@ def _judges(policy: Policy, run_file: RunFile, catalogue: Catalogue) -> Wrong:
             known = ", ".join([*run_file.engines, *run_file.judges]) or "none"
             yield f"{at}.engine is {role.engine!r}; engines: {known}", "add it to engines, beside the one that samples"
             continue
-        offers = catalogue.load(part.kind, part.use).provider.offered(part.options)
-        if lacking := sorted({"prompt_logprobs", "weights.checkpoint"} - offers):
+        if lacking := sorted({"prompt_logprobs", "weights.checkpoint"} - catalogue.offered(part)):
             yield f"{at}.engine is {part.use!r}, which does not offer {', '.join(lacking)}", "choose one that does"
         users = [r for p in run_file.policies.values() for r in p.roles.values() if r.engine == role.engine]
         if part.core.count != 1 or len(users) != 1:
@@ -307,31 +296,26 @@ def _judges(policy: Policy, run_file: RunFile, catalogue: Catalogue) -> Wrong:
 
 
 def _engines(run_file: RunFile, catalogue: Catalogue) -> Wrong:
-    policies = run_file.policies.values()
+    policies, engines, sync = run_file.policies.values(), run_file.engines.values(), run_file.sync
     sampled = any(policy.algorithm.keys.episodes == "sampled" for policy in policies)
-    for part in run_file.engines.values():
+    for part in engines if sampled else ():
         core, at = part.core, part.at
-        offers = catalogue.load(part.kind, part.use).provider.offered(part.options)
-        if sampled and (core.top_p < 1 or core.top_k is not None) and "keep_ids" not in offers:
-            cut = f"top_p is {core.top_p:g}" if core.top_p < 1 else f"top_k is {core.top_k}"
+        cut = f"top_p is {core.top_p:g}" if core.top_p < 1 else f"top_k is {core.top_k}"
+        if (core.top_p < 1 or core.top_k is not None) and "keep_ids" not in catalogue.offered(part):
             yield (
                 f"{at}.{cut}, and {part.use!r} does not offer keep_ids: training could not know which tokens were kept",
                 f"write {at}.top_p: 1.0 and {at}.top_k: null, or use an engine that offers keep_ids",
             )
-    if run_file.engines:
-        count = sum(part.core.count for part in run_file.engines.values())
-        if run_file.sync is None:
-            yield (
-                "engines sample from the trained model, and the run file has no section sync; "
-                f"installed sync plugins: {catalogue.installed('sync')}",
-                "add `sync: {use: …}`",
-            )
-        else:
-            yield from _at_most(
-                "sync.min_engines", run_file.sync.core.min_engines, count, f"the run has {count} engines"
-            )
-        return
-    if sampled:
+    if engines and sync is None:
+        yield (
+            "engines sample from the trained model, and the run file has no section sync; "
+            f"installed sync plugins: {catalogue.installed('sync')}",
+            "add `sync: {use: …}`",
+        )
+    elif engines and sync:
+        count = sum(part.core.count for part in engines)
+        yield from _at_most("sync.min_engines", sync.core.min_engines, count, f"the run has {count} engines")
+    elif sampled:
         yield (
             "episodes are sampled, and the run file has no section rollout; "
             f"installed rollout plugins: {catalogue.installed('rollout')}",
@@ -339,7 +323,7 @@ def _engines(run_file: RunFile, catalogue: Catalogue) -> Wrong:
         )
     for policy in policies:
         keys, at = policy.algorithm.keys, join(policy.at, "algorithm")
-        if keys.aggregation == "constant" and keys.constant_length is None:
+        if not engines and keys.aggregation == "constant" and keys.constant_length is None:
             yield (
                 f"{at}.aggregation is constant, and there is no rollout whose max_new_tokens could be its length",
                 f"add {at}.constant_length",

@@ -13,14 +13,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from miles_core.config.binding import bind
 from miles_core.config.schema import Part
 from miles_core.contracts.model import ModelResolver, ModelSource
 from miles_core.discovery import OURS, Catalogue, scan
 from miles_core.errors import MissingExtraError, ModelSourceError, PluginContractError
-from miles_core.provider import BuildContext, Place
 
 #: Exports a checkpoint of a run (step, or `None` for the best, else the latest) and returns the Hugging Face folder.
 RunLoader = Callable[[Path, int | None], Path]
@@ -55,21 +53,21 @@ def resolve_source(
     if keys.architecture is not None:
         source = ModelSource(asked="architecture", architecture=dict(keys.architecture))
         return _with_tokenizer(source, keys.tokenizer, base, catalogue)
-    run, step = _run(keys.source, base)
+    asked, path = keys.source, _existing(keys.source, base)
+    run, step = _run(asked, base)
     if run is not None:
         folder = run_loader(run, step)
-    elif resolver := _resolver(keys.source, base, catalogue):
-        asked = str(_existing(keys.source, base) or keys.source)
-        folder = _resolve(asked, resolver, seed, cache, catalogue, deadline_s)
+    elif resolver := _resolver(asked, path, seed, catalogue):
+        folder = Path(resolver.resolve(str(path or asked), cache, deadline_s))
     else:
-        folder = _folder(keys.source, base, catalogue) or _from_hub(keys.source, deadline_s)
+        folder = _folder(asked, path, base, catalogue) or _from_hub(asked, deadline_s)
     if not (folder / "config.json").is_file():
         raise ModelSourceError(
-            f"model.source {keys.source!r} was resolved to {folder}, which has no config.json",
+            f"model.source {asked!r} was resolved to {folder}, which has no config.json",
             fix="name a source that holds a whole model in Hugging Face format",
         )
     from_run = "" if run is None else str(run) if step is None else f"{run}@{step}"
-    source = ModelSource(asked=keys.source, folder=folder, from_run=from_run)
+    source = ModelSource(asked=asked, folder=folder, from_run=from_run)
     return _with_tokenizer(source, keys.tokenizer, base, catalogue)
 
 
@@ -83,9 +81,9 @@ def _run(asked: str, base: Path | None) -> tuple[Path | None, int | None]:
     return None, None
 
 
-def _folder(asked: str, base: Path | None, catalogue: Catalogue) -> Path | None:
+def _folder(asked: str, path: Path | None, base: Path | None, catalogue: Catalogue) -> Path | None:
     """The local folder that `asked` names; `None` for what may be a hub id. Raises `ModelSourceError` for neither."""
-    path, what = _existing(asked, base), f"model.source {asked!r}"
+    what = f"model.source {asked!r}"
     if path is not None and path.is_dir():
         if (path / "config.json").is_file():
             return path
@@ -110,32 +108,25 @@ def _folder(asked: str, base: Path | None, catalogue: Catalogue) -> Path | None:
 
 def _places(asked: str, base: Path | None) -> list[Path]:
     path = Path(asked).expanduser()
-    places = [path.absolute()] if base is None or path.is_absolute() else [path.absolute(), base.absolute() / path]
-    return list(dict.fromkeys(places))
+    return list(dict.fromkeys(folder.absolute() / path for folder in (Path(), base or Path())))
 
 
 def _existing(asked: str, base: Path | None) -> Path | None:
     return next((p.resolve() for p in _places(asked, base) if p.exists()), None)
 
 
-def _resolver(asked: str, base: Path | None, catalogue: Catalogue) -> str:
-    """The entry point that resolves `asked`: its scheme with the colon, or its suffix; empty where there is none."""
-    path = _existing(asked, base)
-    if path is not None and path.is_dir():
-        return ""
+def _resolver(asked: str, path: Path | None, seed: int, catalogue: Catalogue) -> ModelResolver | None:
+    """The plugin that resolves `asked`, named like its scheme with the colon, or like its suffix."""
     names = (asked[: asked.find(":") + 1], Path(asked).suffix)
     known = {*catalogue.names("model"), *(o.removeprefix("model:") for offers in OURS.values() for o in offers)}
-    return next((name for name in names if name in known), "")  # of ours and not installed: loading it says how to
-
-
-def _resolve(asked: str, name: str, seed: int, cache: Path, catalogue: Catalogue, deadline_s: float) -> Path:
+    name = next((name for name in names if name in known), None)  # of ours and not installed: loading it says how to
+    if name is None or (path is not None and path.is_dir()):
+        return None
     loaded = catalogue.load("model", name)
-    unready: Any = None
-    context = BuildContext(place=Place.CONTROLLER, name=name, run=unready, seed=seed)
-    resolver = loaded.build(bind(loaded.provider.config, {}, f"model.source {asked!r}"), context)
+    resolver = loaded.build_early(bind(loaded.provider.config, {}, f"model.source {asked!r}"), name, seed)
     if not isinstance(resolver, ModelResolver):
         raise PluginContractError(f"{loaded} built a {type(resolver).__name__}, no resolver", fix="give it resolve()")
-    return Path(resolver.resolve(asked, cache, deadline_s))
+    return resolver
 
 
 def _from_hub(asked: str, deadline_s: float) -> Path:
@@ -143,7 +134,7 @@ def _from_hub(asked: str, deadline_s: float) -> Path:
     fix = "check the name and the network, or download it and name the folder"
     command = [sys.executable, "-c", _FETCH, asked]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s)
     except subprocess.TimeoutExpired as error:
         raise ModelSourceError(f"{what} the hub did not deliver it within {deadline_s:g} s", fix=fix) from error
     if "No module named 'huggingface_hub'" in done.stderr:
@@ -156,19 +147,17 @@ def _from_hub(asked: str, deadline_s: float) -> Path:
 
 
 def _with_tokenizer(source: ModelSource, asked: str | None, base: Path | None, catalogue: Catalogue) -> ModelSource:
-    if asked is None:
-        if source.folder is None or not (source.folder / "tokenizer.json").is_file():
-            raise ModelSourceError(
-                f"model.source {source.asked!r} has no tokenizer.json", fix="add model.tokenizer: a folder that has one"
-            )
-        return replace(source, tokenizer_folder=source.folder)
-    folder = _existing(asked, base)
+    folder = source.folder if asked is None else _existing(asked, base)
     if folder is not None and (folder / "tokenizer.json").is_file():
         return replace(source, tokenizer_folder=folder)
-    if asked in catalogue.names("tokenizer"):
-        return source
-    raise ModelSourceError(
-        f"model.tokenizer {asked!r} is neither a built-in tokenizer ({catalogue.installed('tokenizer')}) nor a folder "
-        "with tokenizer.json",
-        fix="name one of them",
-    )
+    if asked is None:
+        raise ModelSourceError(
+            f"model.source {source.asked!r} has no tokenizer.json", fix="add model.tokenizer: a folder that has one"
+        )
+    if asked not in catalogue.names("tokenizer"):
+        raise ModelSourceError(
+            f"model.tokenizer {asked!r} is neither a built-in tokenizer ({catalogue.installed('tokenizer')}) nor a "
+            "folder with tokenizer.json",
+            fix="name one of them",
+        )
+    return source

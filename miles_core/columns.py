@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from miles_core.errors import RecordError
-from miles_core.records import Finish, Group, Origin, Ref, Sampling, Trajectory
+from miles_core.records import Finish, Group, Origin, Ref, Sampling, Trajectory, shared_columns
 
 Array = np.ndarray[Any, Any]
 
@@ -253,12 +253,16 @@ def collate(policy: str, step: int, groups: Sequence[Group], specs: Mapping[str,
         "preference": np.array([e.preference for e in episodes], np.int8),
     }
     items: dict[str, tuple[Array, Array]] = {}
-    carried = {name for t in rows for name in t.columns} or ALWAYS
+    shared: list[Any] = [shared_columns([t for e in group.episodes for t in e.trajectories]) for group in groups]
+    pieces: list[Any] = [t.columns for t in rows] if None in shared else shared  # what holds the rows, end to end
+    carried = {name for piece in pieces for name in piece} or ALWAYS
     for spec in specs.values():
         if spec.name not in carried or spec.level == Level.EPISODE:
             continue
-        parts = [_rows(t, spec) for t in rows]
-        flat = np.concatenate([_absent(spec, 0), *parts])
+        parts: list[Any] = [piece.get(spec.name) for piece in pieces]
+        if pieces is not shared or spec.level != Level.UNIT or any(part is None for part in parts):
+            parts = [_rows(t, spec) for t in rows]
+        flat = np.concatenate([_absent(spec, 0), *parts], dtype=spec.dtype, casting="unsafe")
         if spec.level == Level.ITEM:
             items[spec.name] = (flat, np.array([len(p) for p in parts], np.int64))
         else:
@@ -333,8 +337,7 @@ def validate(trajectory: Trajectory, specs: Mapping[str, ColumnSpec]) -> None:
         logprobs = columns.get("behaviour_logprobs")
         if logprobs is None:
             raise wrong("sampled tokens without behaviour_logprobs", "return the engine's log-probabilities")
-        values = np.asarray(logprobs)[sampled]
-        if np.count_nonzero((values <= 1e-4) & (values > -np.inf)) != count:  # false for NaN too
+        if not plausible(np.asarray(logprobs)[sampled]):
             raise wrong("a behaviour log-probability is not finite or above 0", "return log-probabilities")
     counts = columns.get("keep_counts")
     if counts is not None:
@@ -344,50 +347,9 @@ def validate(trajectory: Trajectory, specs: Mapping[str, ColumnSpec]) -> None:
             raise wrong(f"keep_counts sum to {total}, keep_ids differ", "give keep_ids flat, by keep_counts")
 
 
-def validate_all(trajectories: Sequence[Trajectory], specs: Mapping[str, ColumnSpec]) -> None:
-    """`validate` of each. Where all is well, several short ones take a fraction of the time together."""
-    if len(trajectories) < 2 or not _surely_valid(trajectories, specs):
-        for trajectory in trajectories:
-            validate(trajectory, specs)
-
-
-#: What `_surely_valid` knows how to check.
-_PLAIN = {"tokens", "origin", "trainable", "behaviour_logprobs"}
-
-
-def _surely_valid(trajectories: Sequence[Trajectory], specs: Mapping[str, ColumnSpec]) -> bool:
-    """Whether `validate` would pass all of these; `False` also where that takes a closer look."""
-    if not all(name in specs and specs[name].level == Level.UNIT for name in _PLAIN):
-        return False
-    at = covered = 0
-    starts: list[int] = []
-    ends: list[int] = []
-    for trajectory in trajectories:
-        n, columns = trajectory.length, trajectory.columns
-        if trajectory.axis != "token" or columns.keys() != _PLAIN:
-            return False
-        for value in columns.values():
-            if not isinstance(value, np.ndarray) or value.shape != (n,):
-                return False
-        end = 0
-        for span in trajectory.spans:
-            if not end <= span.start < span.end <= n:
-                return False
-            end = span.end
-            starts.append(at + span.start)
-            ends.append(at + end)
-            covered += end - span.start
-        at += n
-    origin, trainable, logprobs = (
-        np.concatenate([cast("Array", t.columns[name]) for t in trajectories])
-        for name in ("origin", "trainable", "behaviour_logprobs")
-    )
-    sampled = origin == Origin.SAMPLED
-    before = np.concatenate([[0], np.cumsum(sampled)])
-    if not covered == before[-1] == int((before[ends] - before[starts]).sum()) or (trainable & ~sampled).any():
-        return False
-    values = logprobs[sampled]
-    return bool(((values <= 1e-4) & (values > -np.inf)).all())
+def plausible(logprobs: Array) -> bool:
+    """Whether all of these are log-probabilities: finite, and at most 0 but for rounding."""
+    return len(logprobs) == 0 or bool(logprobs.max() <= 1e-4 and logprobs.min() > -np.inf)  # false for NaN too
 
 
 _START = attrgetter("start")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from miles_core.records import (
     Task,
     Trajectory,
     Version,
+    shared_columns,
 )
 
 Header = dict[str, Any]
@@ -46,51 +47,42 @@ def encode_group(group: Group, *, omit: frozenset[str] = frozenset()) -> tuple[H
     samplings: dict[Sampling | None, int] = {}
     episodes: list[Any] = []
     rows: list[Any] = []
-    table: dict[tuple[str, Any, tuple[int, ...]], tuple[list[int], list[int], list[Any]]] = {}
-    refs: list[Any] = []
-    omitted: list[Any] = []
+    trajectories = [t for e in group.episodes for t in e.trajectories]
     for e in group.episodes:
         reward = None if e.reward is None else _number(e.reward)
         components = {k: _number(v) for k, v in e.components.items()} if e.components else {}
         info = dict(e.info)
         row = [e.id, e.member, reward, components, info, e.status, e.error, e.preference, len(e.trajectories)]
         episodes.append(row)
-        for t in e.trajectories:
-            spans = [[s.start, s.end, versions.setdefault(s.version, len(versions))] for s in t.spans]
-            rows.append(
-                [t.id, t.length, t.finish, samplings.setdefault(t.sampling, len(samplings)), t.engine, t.axis, spans]
-            )
-            index = len(rows) - 1
-            for name, value in t.columns.items():
-                if name in omit:
-                    omitted.append([index, name])
-                    continue
-                if isinstance(value, np.ndarray):
-                    array = value
-                elif isinstance(value, Ref):
-                    refs.append([index, name, value.key, value.nbytes, value.digest, value.durable])
-                    continue
-                else:  # a scalar comes back as a NumPy scalar
-                    array = np.asarray(value)
-                shape = array.shape
-                entry = table.get((name, array.dtype, shape[1:]))
-                if entry is None:
-                    entry = table[(name, array.dtype, shape[1:])] = ([], [], [])
-                entry[0].append(index)
-                entry[1].append(shape[0] if shape else _ZERO_D if array is value else _SCALAR)
-                entry[2].append(array)
+    for t in trajectories:
+        spans = [[s.start, s.end, versions.setdefault(s.version, len(versions))] for s in t.spans]
+        sampling = samplings.setdefault(t.sampling, len(samplings))
+        rows.append([t.id, t.length, t.finish, sampling, t.engine, t.axis, spans])
     blocks: list[Any] = []
     chunks: list[bytes] = []
-    for (name, dtype, inner), (owners, counts, arrays) in table.items():
-        if dtype.hasobject or dtype.kind == "V":
-            raise RecordError(
-                f"column {name!r} of {rows[owners[0]][0]!r} has dtype {dtype}, which is not plain data",
-                fix="store numbers or booleans in columns",
-            )
-        data = [array.tobytes() for array in arrays]
-        chunks += data
-        everyone = len(owners) == len(rows) and owners == list(range(len(rows)))
-        blocks.append([name, dtype.str, list(inner), None if everyone else owners, counts, sum(map(len, data))])
+    refs: list[Any] = []
+    omitted: list[Any] = []
+    shared = shared_columns(trajectories)
+    everyone, lengths = list(range(len(rows))), [t.length for t in trajectories]
+    for name in shared or dict.fromkeys(name for t in trajectories for name in t.columns):
+        if name in omit:
+            omitted += [[index, name] for index, t in enumerate(trajectories) if name in t.columns]
+            continue
+        if shared is not None:
+            column = shared[name]
+            alike = [_Block(column.dtype, column.shape[1:], everyone, lengths, [column])]
+        else:
+            alike = _alike(name, trajectories, refs)
+        for block in alike:
+            if block.dtype.hasobject or block.dtype.kind == "V":
+                raise RecordError(
+                    f"column {name!r} of {trajectories[block.owners[0]].id!r} has dtype {block.dtype}, which is not "
+                    "plain data",
+                    fix="store numbers or booleans in columns",
+                )
+            chunks.append(b"".join([array.tobytes() for array in block.arrays]))
+            owners = None if len(block.owners) == len(rows) else block.owners
+            blocks.append([name, block.dtype.str, list(block.inner), owners, block.counts, len(chunks[-1])])
     head = {name: getattr(group, name) for name in ("id", "policy", "slot", "attempt")}
     header = {
         "group": {**head, "task": _task_out(group.task)},
@@ -101,6 +93,39 @@ def encode_group(group: Group, *, omit: frozenset[str] = frozenset()) -> tuple[H
         "blocks": blocks,
     }
     return header | ({"refs": refs} if refs else {}) | ({"omitted": omitted} if omitted else {}), chunks
+
+
+def _alike(name: str, trajectories: Sequence[Trajectory], refs: list[Any]) -> list[_Block]:
+    """Its values in blocks; what is a reference goes to `refs`."""
+    alike: list[_Block] = []
+    for index, trajectory in enumerate(trajectories):
+        if name not in trajectory.columns:
+            continue
+        value = trajectory.columns[name]
+        if isinstance(value, Ref):
+            refs.append([index, name, value.key, value.nbytes, value.digest, value.durable])
+            continue
+        array = value if isinstance(value, np.ndarray) else np.asarray(value)
+        inner = array.shape[1:]
+        block = next((block for block in alike if (block.dtype, block.inner) == (array.dtype, inner)), None)
+        if block is None:
+            alike.append(block := _Block(array.dtype, inner))
+        block.owners.append(index)
+        # a scalar comes back as a NumPy scalar
+        block.counts.append(array.shape[0] if array.ndim else _ZERO_D if array is value else _SCALAR)
+        block.arrays.append(array)
+    return alike
+
+
+@dataclass(slots=True)
+class _Block:
+    """What several trajectories have of a column, alike in dtype and inner shape."""
+
+    dtype: np.dtype[Any]
+    inner: tuple[int, ...]
+    owners: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    arrays: list[Array] = field(default_factory=list)
 
 
 def restorable(header: Mapping[str, Any]) -> bool:

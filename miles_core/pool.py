@@ -193,13 +193,15 @@ class Pool:
         names.sort(key=lambda name: self._members[name].load)
         found: dict[str, Completion | Exception] = {}
         parts: dict[str, list[Completion]] = {}
-        await finish_all(self._many(n, requests[i :: len(names)], found, parts) for i, n in enumerate(names))
-        rest = [request for request in requests if request.id not in found]
-        alone = [asyncio.ensure_future(self._alone(r, parts.get(r.id, ()), deadline)) for r in rest]
-        try:
-            found |= zip((request.id for request in rest), await asyncio.gather(*alone), strict=True)
-        finally:  # the first error stops the run: nobody waits for the others
-            await cancel(alone)
+        names = names[: len(requests)]
+        asked = [self._many(name, requests[i :: len(names)], found, parts) for i, name in enumerate(names)]
+        await (asked[0] if len(asked) == 1 else finish_all(asked))  # one needs no task of its own
+        if rest := [request for request in requests if request.id not in found]:
+            alone = [asyncio.ensure_future(self._alone(r, parts.get(r.id, ()), deadline)) for r in rest]
+            try:
+                found |= zip((request.id for request in rest), await asyncio.gather(*alone), strict=True)
+            finally:  # the first error stops the run: nobody waits for the others
+                await cancel(alone)
         return [found[request.id] for request in requests]
 
     async def _alone(self, request: Request, parts: Sequence[Completion], deadline: float) -> Completion | Exception:

@@ -7,7 +7,7 @@ turns groups into a batch; `validate()` there runs at the borders of the system 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import groupby
@@ -132,6 +132,35 @@ class Trajectory:
     sampling: Sampling | None = None
     engine: str = ""
     axis: str = "token"
+
+
+class Rows(Mapping[str, Array]):
+    """Columns of one trajectory: rows `start` to `stop` of columns that its whole group shares, cut when asked for."""
+
+    __slots__ = ("shared", "start", "stop")
+
+    def __init__(self, shared: Mapping[str, Array], start: int, stop: int) -> None:
+        self.shared, self.start, self.stop = shared, start, stop
+
+    def __getitem__(self, name: str) -> Array:
+        return self.shared[name][self.start : self.stop]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shared)
+
+    def __len__(self) -> int:
+        return len(self.shared)
+
+
+def shared_columns(trajectories: Sequence[Trajectory]) -> Mapping[str, Array] | None:
+    """The columns of which these trajectories are all rows, end to end; `None` where each has its own."""
+    at, shared = 0, None
+    for trajectory in trajectories:
+        rows = trajectory.columns
+        if type(rows) is not Rows or rows.start != at or (shared is not None and rows.shared is not shared):
+            return None
+        at, shared = rows.stop, rows.shared
+    return shared if shared is not None and all(len(column) == at for column in shared.values()) else None
 
 
 class Status(StrEnum):

@@ -59,13 +59,14 @@ def _prefix(side: str) -> str:
 
 def _line(group: Group, episode: Episode, text: Callable[[Any], str], learnt: Mapping[str, float]) -> dict[str, Any]:
     prompt = group.task.prompt
+    own = [_own(trajectory) for trajectory in episode.trajectories]
     return {
         "v": 1,
         "policy": group.policy,
         "episode": episode.id,
         "prompt": prompt if isinstance(prompt, str) else _chat(prompt),
         "expected": group.task.answer,
-        "turns": [_turns(trajectory, text) for trajectory in episode.trajectories],
+        "turns": [_turns(*pair, text) for pair in zip(episode.trajectories, own, strict=True)],
         "reward": episode.reward,
         "components": dict(episode.components),
         "learnt": dict(learnt),
@@ -74,7 +75,7 @@ def _line(group: Group, episode: Episode, text: Callable[[Any], str], learnt: Ma
         "error": episode.error,
         "finish": [t.finish.value for t in episode.trajectories],
         "tokens": [t.length for t in episode.trajectories],
-        "written": [int(_own(t).sum()) for t in episode.trajectories],
+        "written": [int(np.count_nonzero(written)) for written in own],
         "versions": sorted({str(s.version) for t in episode.trajectories for s in t.spans}),
     }
 
@@ -83,9 +84,8 @@ def _chat(messages: tuple[Message, ...]) -> str:
     return "\n".join(f"{m.role}: {m.content}" for m in messages)
 
 
-def _turns(trajectory: Trajectory, text: Callable[[Any], str]) -> list[str]:
+def _turns(trajectory: Trajectory, written: Array, text: Callable[[Any], str]) -> list[str]:
     """What the model (or the demonstration) wrote, one string a contiguous turn."""
-    written = _own(trajectory)
     tokens = np.asarray(trajectory.columns["tokens"]).tolist()
     turns = itertools.groupby(zip(written.tolist(), tokens, strict=True), key=operator.itemgetter(0))
     return [text([token for _, token in turn]) for own, turn in turns if own]

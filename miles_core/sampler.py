@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from miles_core.columns import CORE_COLUMNS, ColumnSpec, validate, validate_all
+from miles_core.answers import plain_trajectories
+from miles_core.columns import CORE_COLUMNS, ColumnSpec, validate
 from miles_core.contracts.engine import Completion, Request
 from miles_core.contracts.environment import EpisodeContext, MultiTurn
 from miles_core.errors import DeadlineError, LateDataError, MilesError, RewardError
@@ -122,7 +123,6 @@ class Sampler:
             episodes = demonstrations(policy, lease.task, lease.attempt, group_size)
         else:
             episodes = await self._sampled(policy, lease, group_size, sampling, split)
-            validate_all([t for episode in episodes for t in episode.trajectories], policy.columns)
         return Group(
             id=group_id(lease.task.id, lease.attempt),
             policy=policy.name,
@@ -192,14 +192,20 @@ class Sampler:
             if not shared.ended:
                 raise
             task.uncancel()
-            names = [episode_id(shared.group, member) for member in range(group_size)]
-            return tuple(_failed(name, member, lease.task, shared.ended) for member, name in enumerate(names))
+            return tuple(_failed(shared, member, shared.ended) for member in range(group_size))
         except Exception as error:
             results = [error] * group_size
+        plain = None
+        if not self._collects and "keep_ids" not in policy.want:
+            names = [episode_id(shared.group, member) for member in range(group_size)]
+            plain = plain_trajectories(names, shared.root(), results, shared.sampling)
         episodes = []
         for member, (result, sent) in enumerate(itertools.zip_longest(results, requests)):
-            answered = functools.partial(self._answered, shared, result, sent)
-            episodes.append(await self._episode(shared, member, answered))
+            if plain is None:
+                answered = functools.partial(self._answered, shared, result, sent)
+                episodes.append(await self._episode(shared, member, answered))
+            else:
+                episodes.append(await self._kept(shared, member, self._scored(shared, member, (plain[member],))))
         return tuple(episodes)
 
     async def _answered(
@@ -233,12 +239,10 @@ class Sampler:
 
     async def _episode(self, shared: _Shared, member: int, ask: Generate) -> Episode:
         lease, policy = shared.lease, shared.policy
-        task = lease.task
-        name = episode_id(shared.group, member)
         session = Session(
-            id=name,
+            id=episode_id(shared.group, member),
             policy=policy.name,
-            prompt=task.prompt,
+            prompt=lease.task.prompt,
             renderer=policy.renderer,
             generate=ask,
             sampling=shared.sampling,
@@ -249,35 +253,56 @@ class Sampler:
             deadline=shared.deadline,
             root=shared.root,
         )
-        fields: dict[str, Any] = {
-            "renderer": policy.renderer,
-            "sampling": shared.sampling,
-            "make_rng": lambda: generator(self._seed, policy.name, "episode", task.id, lease.attempt, member),
-            "split": shared.split,
-            "deadline_s": policy.deadline_s,
-            "scorers": self._scorers,
-        }
+        return await self._kept(shared, member, self._played(shared, member, session), session)
+
+    async def _played(self, shared: _Shared, member: int, session: Session) -> Episode:
+        if shared.multi_turn:
+            context = self._context(shared, member)
+            score = await cast("MultiTurn", shared.env).episode(shared.lease.task, session, context)
+            return _finished(shared, member, session.trajectories(), score)
+        await session.answer()
+        return await self._scored(shared, member, session.trajectories())
+
+    async def _scored(self, shared: _Shared, member: int, trajectories: tuple[Trajectory, ...]) -> Episode:
+        """What a single-turn environment says of an answer."""
+        (answer,) = trajectories
+        written = cast("Array", answer.columns["tokens"])[len(shared.root()) :].tolist()
+        text = shared.policy.renderer.text(written)
+        told = self._context(shared, member, text=text, finish=answer.finish.value, trajectories=trajectories)
+        return _finished(shared, member, trajectories, await shared.env.score(shared.lease.task, told))
+
+    def _context(self, shared: _Shared, member: int, **answer: Any) -> EpisodeContext:
+        policy, lease = shared.policy, shared.lease
+        context = object.__new__(_Context)
+        context.__dict__.update(
+            answer,
+            renderer=policy.renderer,
+            sampling=shared.sampling,
+            make_rng=lambda: generator(self._seed, policy.name, "episode", lease.task.id, lease.attempt, member),
+            split=shared.split,
+            deadline_s=policy.deadline_s,
+            scorers=self._scorers,
+        )
+        return context
+
+    async def _kept(
+        self, shared: _Shared, member: int, playing: Awaitable[Episode], session: Session | None = None
+    ) -> Episode:
+        """The episode, a failed one where something went wrong in it that does not stop the run."""
         try:
-            if shared.multi_turn:
-                score = await cast("MultiTurn", shared.env).episode(task, session, _context(fields))
-                trajectories = session.trajectories(check=False)
-            else:
-                fields["text"], fields["finish"] = await session.answer()
-                trajectories = fields["trajectories"] = session.trajectories(check=False)
-                score = await shared.env.score(task, _context(fields))
-            return _finished(policy, name, member, task, trajectories, score)
+            return await playing
         except asyncio.CancelledError:
             if not shared.ended:
                 raise
             cast("asyncio.Task[Any]", asyncio.current_task()).uncancel()
-            return _failed(name, member, task, shared.ended)
+            return _failed(shared, member, shared.ended)
         except (Exception, SystemExit) as error:  # sys.exit() in a reward fails its episode, and not the event loop
-            cause = session.failure
+            cause = None if session is None else session.failure
             if cause is not None and _stops(cause):
                 raise cause from (error if error is not cause else None)
             if _stops(error):
                 raise
-            return _failed(name, member, task, _reason(error))
+            return _failed(shared, member, _reason(error))
 
     async def _ask(self, shared: _Shared, request: Request) -> tuple[Completion, Mapping[str, Any]]:
         """What sessions sample with: the pool, with the run's extensions around it."""
@@ -311,12 +336,6 @@ class _Context(EpisodeContext):
         return self.__dict__.setdefault("rng", self.__dict__["make_rng"]())
 
 
-def _context(fields: Mapping[str, Any]) -> EpisodeContext:
-    context = object.__new__(_Context)
-    context.__dict__.update(fields)
-    return context
-
-
 def _stops(error: BaseException) -> bool:
     """Whether `error` stops the run: what core, engines and data say, but not a request's deadline."""
     return isinstance(error, MilesError) and not isinstance(error, DeadlineError)
@@ -329,29 +348,29 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _failed(name: str, member: int, task: Task, why: str) -> Episode:
-    return Episode(
-        id=name, member=member, trajectories=(), status=Status.FAILED, error=f"task {task.id}, episode {name}: {why}"
-    )
+def _failed(shared: _Shared, member: int, why: str) -> Episode:
+    name = episode_id(shared.group, member)
+    why = f"task {shared.lease.task.id}, episode {name}: {why}"
+    return Episode(id=name, member=member, trajectories=(), status=Status.FAILED, error=why)
 
 
-def _finished(
-    policy: SamplingPolicy, name: str, member: int, task: Task, trajectories: tuple[Trajectory, ...], score: Score
-) -> Episode:
+def _finished(shared: _Shared, member: int, trajectories: tuple[Trajectory, ...], score: Score) -> Episode:
+    task, name = shared.lease.task.id, episode_id(shared.group, member)
     if not isinstance(score, Score):
         raise RewardError(
-            f"environment of task {task.id!r} returned {type(score).__name__} in place of a Score",
+            f"environment of task {task!r} returned {type(score).__name__} in place of a Score",
             fix="return miles_core.records.Score(reward=…)",
         )
-    reward = _number(score.reward, task, name, "reward", allow_none=not policy.rewarded)
-    components = score.components
-    if components:
-        components = {k: _number(value, task, name, f"component {k!r}") or 0.0 for k, value in components.items()}
-    for key, value in (("reward", reward), *components.items()):
-        if value is not None and not math.isfinite(value):
-            ids = ", ".join(t.id for t in trajectories) or "none"
-            return _failed(name, member, task, f"{key} is {value}, trajectories {ids}")
-    cut = any(trajectory.finish == Finish.LENGTH for trajectory in trajectories)
+    reward, components = score.reward, score.components
+    if components or type(reward) is not float or not math.isfinite(reward):  # all is well with most
+        if reward is not None or shared.policy.rewarded:
+            reward = _number(reward, task, name, "reward")
+        components = {k: _number(value, task, name, f"component {k!r}") for k, value in components.items()}
+        for key, value in (("reward", reward), *components.items()):
+            if value is not None and not math.isfinite(value):
+                ids = ", ".join(t.id for t in trajectories) or "none"
+                return _failed(shared, member, f"{key} is {value}, trajectories {ids}")
+    cut = Finish.LENGTH in [trajectory.finish for trajectory in trajectories]
     return Episode(
         id=name,
         member=member,
@@ -363,12 +382,10 @@ def _finished(
     )
 
 
-def _number(value: Any, task: Task, name: str, what: str, *, allow_none: bool = False) -> float | None:
-    if type(value) is float or (value is None and allow_none):
-        return value
+def _number(value: Any, task: str, name: str, what: str) -> float:
     if not isinstance(value, Real | np.bool_):
         raise RewardError(
-            f"the {what} of task {task.id!r}, episode {name!r}, is not a number: {value!r} ({type(value).__name__})",
+            f"the {what} of task {task!r}, episode {name!r}, is not a number: {value!r} ({type(value).__name__})",
             fix="return a number from the environment or reward function, then resume the run",
         )
     return float(value)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from miles_core.columns import Align, ColumnSpec, Level, validate_all
+from miles_core.columns import Align, ColumnSpec, Level, validate
 from miles_core.contracts.engine import Completion, Request
 from miles_core.contracts.environment import Turn
 from miles_core.errors import DeadlineError, EngineError, RecordError
@@ -98,10 +98,9 @@ class Session:
             tokens=len(ids),
         )
 
-    async def answer(self) -> tuple[str, str]:
-        """The only turn of a single-turn episode: its text and its finish."""
-        node = await self._advance(-1, (), {})
-        return self.renderer.text(node.tokens.tolist()), str(node.completion.finish)
+    async def answer(self) -> None:
+        """The only turn of a single-turn episode."""
+        await self._advance(-1, (), {})
 
     async def _advance(self, parent: int, new: Prompt | Sequence[Message], sampling: Mapping[str, Any]) -> _Node:
         shape = replace(self.sampling, **sampling) if sampling else self.sampling
@@ -178,21 +177,17 @@ class Session:
 
     # --- trajectories ------------------------------------------------------------------------------------------------
 
-    def trajectories(self, *, check: bool = True) -> tuple[Trajectory, ...]:
-        """One trajectory per leaf, in the order in which leaves were committed. `check`: each against `columns`, where
-        they were given; a caller that says no checks them itself, those of many sessions at once."""
-        found = self._leaves() if len(self._nodes) != 1 else (self._trajectory(0, self._nodes, [True]),)
-        if check and self.columns is not None:
-            validate_all(found, self.columns)
-        return found
-
-    def _leaves(self) -> tuple[Trajectory, ...]:
+    def trajectories(self) -> tuple[Trajectory, ...]:
+        """One trajectory per leaf, in the order in which leaves were committed, each valid (`columns.validate`)."""
         claimed: set[_Node] = set()
         found: list[Trajectory] = []
         for node in self._nodes:
             if not node.children:
                 path = node.path()
-                found.append(self._trajectory(len(found), path, [turn not in claimed for turn in path]))
+                trajectory = self._trajectory(len(found), path, [turn not in claimed for turn in path])
+                if self.columns is not None:
+                    validate(trajectory, self.columns)
+                found.append(trajectory)
                 claimed.update(path)
         return tuple(found)
 

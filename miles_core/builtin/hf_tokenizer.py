@@ -70,7 +70,7 @@ class HFTokenizer:
         return list(encoding.ids)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=skip_special))
+        return str(self._tokenizer.decode(list(map(int, ids)), skip_special_tokens=skip_special))
 
     def save(self, folder: Path) -> None:
         """Copy the files of the loaded folder; a `generation_config.json` that is already there stays."""

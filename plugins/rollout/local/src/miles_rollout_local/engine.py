@@ -101,12 +101,13 @@ def _refuse_large_cache(config: LocalConfig, model: Any, limit: int) -> None:
 class _Batch:
     """Requests that came together. `left` counts those that the worker has not finished."""
 
-    __slots__ = ("future", "jobs", "left", "results")
+    __slots__ = ("alike", "future", "jobs", "left", "results")
 
-    def __init__(self, future: asyncio.Future[None], results: list[Completion | Exception | None]) -> None:
-        self.future, self.results = future, results
-        self.jobs: list[Job] = []
-        self.left = 0
+    def __init__(self, future: asyncio.Future[None], requests: Sequence[Request]) -> None:
+        self.future, self.left = future, len(requests)
+        self.results: list[Completion | Exception | None] = [None] * len(requests)
+        self.jobs = [Job(request, self, index) for index, request in enumerate(requests)]
+        self.alike: dict[Any, Any] = {}  # prompts that were checked already: requests that come together differ little
 
 
 class LocalEngine:
@@ -158,33 +159,24 @@ class LocalEngine:
 
     async def generate_many(self, requests: Sequence[Request]) -> list[Completion | Exception]:
         """See `Engine`: one answer, or the error in its place, for each of the requests."""
+        self._alive()
+        if not requests:
+            return []
         loop = asyncio.get_running_loop()
-        results: list[Completion | Exception | None] = [None] * len(requests)
-        batch = _Batch(loop.create_future(), results)
-        prompts: dict[int, Any] = {}
-        for index, request in enumerate(requests):
-            try:
-                job = self._accept(request, prompts)
-            except MilesError as error:
-                results[index] = error
-                continue
-            job.batch, job.index = batch, index
-            batch.jobs.append(job)
-        if batch.jobs:
-            batch.left = len(batch.jobs)
-            self._inflight.add(batch)
-            (self._parked if self._parking else self._arrived).extend(batch.jobs)
-            self._kick(loop)
-            timer = loop.call_later(min(request.deadline_s for request in requests), self._expire, batch)
-            try:
-                await batch.future
-            except BaseException:  # cancelled: the slots must not stay taken
-                self._forget(batch)
-                raise
-            finally:
-                timer.cancel()
-                self._inflight.discard(batch)
-        return results  # type: ignore[return-value]  # all of them are there
+        batch = _Batch(loop.create_future(), requests)
+        self._inflight.add(batch)
+        (self._parked if self._parking else self._arrived).extend(batch.jobs)
+        self._kick(loop)
+        timer = loop.call_later(min(request.deadline_s for request in requests), self._expire, batch)
+        try:
+            await batch.future
+        except BaseException:  # cancelled: the slots must not stay taken
+            self._forget(batch)
+            raise
+        finally:
+            timer.cancel()
+            self._inflight.discard(batch)
+        return batch.results  # type: ignore[return-value]  # all of them are there
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         wanted = None if request_ids is None else set(request_ids)
@@ -294,9 +286,8 @@ class LocalEngine:
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    def _accept(self, request: Request, prompts: dict[int, Any]) -> Job:
-        """`prompts`: those that were checked already, by the identity of their ids."""
-        self._alive()
+    def _checked(self, request: Request) -> Any:
+        """Its prompt, int64 [n], where this engine can answer such a request."""
         if not self.lanes.versions:
             raise EngineError(
                 f"engine {self.name!r} has no weights yet", fix="publish version 0 through port `tensors` first"
@@ -328,8 +319,6 @@ class LocalEngine:
                 + (", so that an answer may follow" if most < self.slots.max_length else ""),
                 fix="shorten the prompt, or raise rollout.max_length where the model allows it",
             )
-        if id(given) in prompts:
-            return Job(request, prompts[id(given)], self.slots.max_length)
         prompt = np.asarray(given, np.int64)
         if prompt.view(np.uint64).max() >= len(self.slots.is_stop):  # a negative id is huge
             raise EngineError(
@@ -337,8 +326,7 @@ class LocalEngine:
                 f"{len(self.slots.is_stop)}",
                 fix="use the model's own tokenizer",
             )
-        prompts[id(given)] = prompt
-        return Job(request, prompt, self.slots.max_length)
+        return prompt
 
     def _alive(self) -> None:
         if self._failure is not None:
@@ -425,7 +413,7 @@ class LocalEngine:
             return False
         lanes = self.lanes
         while self._incoming:
-            lanes.enqueue(self._incoming.popleft())
+            self._enter(self._incoming.popleft(), loop)
         ran = bool(self._commands)
         while self._commands:
             command, future = self._commands.popleft()
@@ -446,14 +434,29 @@ class LocalEngine:
                 loop.call_soon_threadsafe(_resolve, self._draining.pop(), None, None)
         return ran or stepping
 
+    def _enter(self, job: Job, loop: asyncio.AbstractEventLoop) -> None:
+        request, alike = job.request, job.batch.alike
+        key = request.policy, request.want, id(request.prompt), id(request.sampling)
+        try:
+            if key not in alike:
+                alike[key] = self._checked(request)
+        except MilesError as error:
+            self._answer(job, error, loop)
+            return
+        job.open(alike[key], self.slots.max_length)
+        self.lanes.enqueue(job)
+
     def _hand_over(self, loop: asyncio.AbstractEventLoop) -> None:
         for job, result in self.lanes.take_finished():
-            batch = job.batch
-            if batch.results[job.index] is None:  # else it came too late
-                batch.results[job.index] = result
-            batch.left -= 1
-            if not batch.left:
-                loop.call_soon_threadsafe(_resolve, batch.future, None, None)
+            self._answer(job, result, loop)
+
+    def _answer(self, job: Job, result: Completion | Exception, loop: asyncio.AbstractEventLoop) -> None:
+        batch = job.batch
+        if batch.results[job.index] is None:  # else it came too late
+            batch.results[job.index] = result
+        batch.left -= 1
+        if not batch.left:
+            loop.call_soon_threadsafe(_resolve, batch.future, None, None)
 
 
 def _resolve(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:

@@ -12,6 +12,9 @@ from miles_rollout_local.scoring import Scores, asked
 
 Array = np.ndarray[Any, Any]
 
+_NO_TOKENS: Array = np.zeros(0, np.int32)
+_NO_LOGPROBS: Array = np.zeros(0, np.float32)
+
 
 class Job:
     """One request inside the engine. `tokens`, `logprobs`: what was sampled before it last lost its slot."""
@@ -34,16 +37,20 @@ class Job:
         "tokens",
     )
 
-    def __init__(self, request: Request, prompt: Array, max_length: int) -> None:
-        resume = request.resume
-        self.request, self.prompt = request, prompt
+    def __init__(self, request: Request, batch: Any, index: int) -> None:
+        """`batch` and `index` are the engine's: what it came with, and its place there. The worker opens it."""
+        self.request, self.batch, self.index = request, batch, index
+
+    def open(self, prompt: Array, max_length: int) -> None:
+        """Get ready to be sampled: `prompt` int64 [n] is the request's."""
+        request, resume = self.request, self.request.resume
+        self.prompt = prompt
         self.asks, _ = asked(request.want)  # about the prompt: how many likeliest tokens; `None`: nothing
         self.scored: Scores | None = None
         self.offset = 0 if resume is None else len(resume)  # draws already made by earlier calls
         self.context = prompt if resume is None else np.concatenate([prompt, np.asarray(resume, np.int64)])
         self.limit = min(request.sampling.max_new_tokens - self.offset, max_length - len(self.context))
-        self.tokens: Array = np.zeros(0, np.int32)
-        self.logprobs: Array = np.zeros(0, np.float32)
+        self.tokens, self.logprobs = _NO_TOKENS, _NO_LOGPROBS
         self.marks: list[tuple[int, Version]] = []  # from which token on which version sampled
         self.keep: list[tuple[int, Array]] = []  # (token, kept ids), where wanted
         self.encoded: tuple[Version, Array] | None = None  # what lies in its row since it got a slot, by which weights
@@ -51,5 +58,3 @@ class Job:
         stops = request.sampling.stop
         if stops:
             self.tail = max(len(stop.encode()) for stop in stops) + 8
-        self.batch: Any = None  # the engine's: what it came with, and its place there
-        self.index = 0

@@ -10,6 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
+def flush(path: Path) -> None:
+    """Make what a file holds, or which entries a folder has, survive a power loss."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 class Files:
     """Real files. Tests subclass it and raise `OSError` from the n-th call, or write only a part."""
 
@@ -19,22 +28,14 @@ class Files:
 
     def write(self, fd: int, parts: Sequence[bytes]) -> None:
         """Append all parts, however many calls the system needs."""
-        written = os.writev(fd, parts)
-        total = sum(map(len, parts))
-        if written == total:
-            return
-        rest = memoryview(b"".join(parts))[written:]
+        rest = memoryview(b"".join(parts))
         while rest:
             rest = rest[os.write(fd, rest) :]
 
     def truncate(self, path: Path, size: int) -> None:
         """Cut a file to `size` bytes and sync it."""
-        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            os.ftruncate(fd, size)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        os.truncate(path, size)
+        flush(path)
 
     def sync(self, fd: int) -> None:
         os.fsync(fd)
@@ -44,8 +45,4 @@ class Files:
 
     def sync_folder(self, folder: Path) -> None:
         """Make new entries of `folder` survive a power loss."""
-        fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        flush(folder)

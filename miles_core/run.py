@@ -31,19 +31,15 @@ from miles_core.errors import (
     RunNotFoundError,
     blamed,
 )
+from miles_core.files import flush
 
 #: What may change on `--resume` (design §6), as patterns over dotted paths. `run.steps` may only grow.
-MAY_CHANGE = tuple(
-    re.compile(pattern)
-    for pattern in (
-        r"launcher(\..*)?",
-        r"trackers(\..*)?",
-        r"eval(\..*)?",
-        r"run\.(checkpoint_every|threads|steps|name|dir)",
-        r"(rollout|engines\.[^.]+)\.(count|gpus)",
-        r"backend\.(ranks|gpus_per_rank)",
-        r"(policies\.[^.]+\.)?schedule\.samplers",
-    )
+MAY_CHANGE = (
+    r"(launcher|trackers|eval)(\..*)?",
+    r"run\.(checkpoint_every|threads|steps|name|dir)",
+    r"(rollout|engines\.[^.]+)\.(count|gpus)",
+    r"backend\.(ranks|gpus_per_rank)",
+    r"(policies\.[^.]+\.)?schedule\.samplers",
 )
 
 
@@ -182,13 +178,13 @@ class RunDir:
             write_durably(draft / "ledger.json", json.dumps(ledger, sort_keys=True, separators=(",", ":")))
             for file in draft.rglob("*"):
                 if file.is_file():
-                    _flush(file)
+                    flush(file)
             if folder.exists():
                 (folder / "COMMIT").unlink(missing_ok=True)
                 shutil.rmtree(folder)
             os.rename(draft, folder)
             write_durably(folder / "COMMIT", f"{step}\n")
-            _flush(folder.parent)
+            flush(folder.parent)
         return Checkpoint(step, folder)
 
     def point_best(self, step: int) -> None:
@@ -227,19 +223,9 @@ def refuse_existing(path: Path) -> None:
 def write_durably(path: Path, text: str) -> None:
     """Replace `path` by `text` so that a crash leaves the old or the new file, never half of one."""
     draft = path.with_name(f".{path.name}.draft")
-    with open(draft, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    draft.write_text(text, encoding="utf-8")
+    flush(draft)
     os.replace(draft, path)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def annotated_yaml(tree: Mapping[str, Any], origins: Mapping[str, str], prefix: str = "", depth: int = 0) -> list[str]:
@@ -270,13 +256,10 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def check_resume(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) -> dict[str, tuple[Any, Any]]:
     """Differences that a resume may carry, by path as (old, new). Raises `ResumeError` naming those that it may not."""
-    before, after = flatten(old), flatten(new)
-    differences = {
-        key: (before.get(key), after.get(key))
-        for key in sorted(before.keys() | after.keys())
-        if [key in before, before.get(key)] != [key in after, after.get(key)]
-    }
-    refused = {k: v for k, v in differences.items() if not any(p.fullmatch(k) for p in MAY_CHANGE)}
+    before, after, absent = flatten(old), flatten(new), object()
+    keys = [k for k in sorted(before.keys() | after.keys()) if before.get(k, absent) != after.get(k, absent)]
+    differences = {key: (before.get(key), after.get(key)) for key in keys}
+    refused = {k: v for k, v in differences.items() if not any(re.fullmatch(p, k) for p in MAY_CHANGE)}
     if "run.steps" in differences and after["run.steps"] < before["run.steps"]:
         refused["run.steps"] = differences["run.steps"]
     if refused:

@@ -215,7 +215,7 @@ WRITES = [
     (Files, "sync"),
     (Files, "sync_folder"),
     (run_module, "write_durably"),
-    (run_module, "_flush"),
+    (run_module, "flush"),
     (os, "rename"),
     (os, "replace"),
     (Path, "mkdir"),

@@ -16,16 +16,14 @@ in it, and its weight stands on all its units. For groups, which span episodes, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from miles_core.columns import Array, Batch, ColumnSpec, Level
+from miles_core.config.schema import AlgorithmKeys
+from miles_core.contracts.learning import TermInfo
 from miles_core.errors import CombinationError
-
-if TYPE_CHECKING:
-    from miles_core.config.schema import AlgorithmKeys
-    from miles_core.contracts.learning import TermInfo
 
 
 def cut(batch: Batch, updates: int) -> list[Batch]:
@@ -46,18 +44,16 @@ def compile_weights(
     trainable, kept = minibatch.columns["trainable"], minibatch.kept
     num = kept if term.mask == "kept" else trainable
     den = kept if term.mask == "kept" and keys.reject_denominator == "kept" else trainable
-    episodes = minibatch.n_episodes
+    episodes, groups = minibatch.n_episodes, minibatch.n_groups
     # Of each level: the atom of every unit; the parent of every atom, over which denominators run; how many of those.
     # An episode's parent is itself, and so is a group's.
-    if term.level == "unit":
-        atom_of_unit, parent, parents = np.arange(minibatch.units), minibatch.episode_of_unit, episodes
-    elif term.level == "trajectory":
-        atom_of_unit, parent, parents = minibatch.trajectory_of_unit, minibatch.episode_of, episodes
-    elif term.level == "episode":
-        atom_of_unit, parent, parents = minibatch.episode_of_unit, np.arange(episodes), episodes
-    else:
-        parents = minibatch.n_groups
-        atom_of_unit, parent = minibatch.group_of[minibatch.episode_of_unit], np.arange(parents)
+    atoms = {
+        "unit": (np.arange(minibatch.units), minibatch.episode_of_unit, episodes),
+        "trajectory": (minibatch.trajectory_of_unit, minibatch.episode_of, episodes),
+        "episode": (minibatch.episode_of_unit, np.arange(episodes), episodes),
+        "group": (minibatch.group_of[minibatch.episode_of_unit], np.arange(groups), groups),
+    }
+    atom_of_unit, parent, parents = atoms[term.level]
     alive, counted = (np.bincount(atom_of_unit[mask], minlength=len(parent)) > 0 for mask in (num, den))
     how = str(term.aggregation or keys.aggregation)
     weight: Any
@@ -82,14 +78,13 @@ def with_weights(
     minibatch: Batch, terms: Sequence[TermInfo], keys: AlgorithmKeys, *, max_new_tokens: int | None = None
 ) -> Batch:
     """The minibatch with the column `weight.<term>` of every term that is summed (dynamic weights have none)."""
-    columns, specs = {}, []
-    for term in terms:
-        if not term.dynamic:
-            name = f"weight.{term.name}"
-            columns[name] = compile_weights(minibatch, term, keys, max_new_tokens=max_new_tokens)
-            specs.append(
-                ColumnSpec(name=name, level=Level.UNIT, dtype="float32", help="aggregation and mask of a term")
-            )
+    columns = {
+        f"weight.{term.name}": compile_weights(minibatch, term, keys, max_new_tokens=max_new_tokens)
+        for term in terms
+        if not term.dynamic
+    }
+    help = "aggregation and mask of a term"
+    specs = [ColumnSpec(name=name, level=Level.UNIT, dtype="float32", help=help) for name in columns]
     return minibatch.with_columns(columns, specs)
 
 

@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from miles_core.contracts.engine import Request
+from miles_core.contracts.engine import Engine, Request
+from miles_core.contracts.model import ModelSource
 from miles_core.errors import EngineError, ModelSourceError
-from miles_core.records import Sampling, Version
-
-if TYPE_CHECKING:
-    from miles_core.contracts.engine import Engine
-    from miles_core.contracts.model import ModelSource
-    from miles_core.records import Array, Ref, Task, Trajectory
+from miles_core.records import Array, Ref, Sampling, Task, Trajectory, Version
 
 #: What a role's output is called in an engine's answer.
 COLUMNS = {"logprobs": "prompt_logprobs", "topk_ids": "prompt_topk_ids", "topk_logprobs": "prompt_topk_logprobs"}

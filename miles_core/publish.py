@@ -15,27 +15,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from miles_core.contracts.weights import Evidence, Manifest, Receipt
+from miles_core.config.schema import SyncKeys
+from miles_core.contracts.engine import Health
+from miles_core.contracts.launcher import Workers
+from miles_core.contracts.weights import Evidence, Link, Manifest, Receipt, TensorSpec, Transport
 from miles_core.errors import DeadlineError, WeightError, blamed, clause
+from miles_core.pool import Pool
 from miles_core.records import Version
 from miles_core.waits import CANCEL_GRACE_S, cancel
-
-if TYPE_CHECKING:
-    from miles_core.config.schema import SyncKeys
-    from miles_core.contracts.launcher import Workers
-    from miles_core.contracts.weights import Link, TensorSpec, Transport
-    from miles_core.pool import Pool
 
 
 class _AtFaultError(Exception):
     """Members that failed, with their errors; the publication may go on without them."""
 
     def __init__(self, faults: Mapping[str, BaseException]) -> None:
-        super().__init__(", ".join(faults))
         self.faults = faults
 
 
@@ -60,6 +57,7 @@ class Publisher:
     on_serving: Callable[[Mapping[str, Any]], Awaitable[None]] | None = None
 
     def __post_init__(self) -> None:
+        self._deadline = 0.0  # of the publication that goes on
         self._connected: tuple[Any, ...] = ()
         self._specs: Sequence[TensorSpec] = ()
         self._last: Version | None = None
@@ -86,12 +84,11 @@ class Publisher:
             self._last = version
             if self.on_serving is not None:
                 await self.on_serving(self.pool.state())
-            nbytes = sum(receipt.nbytes for receipt in receipts.values())
             fields = {
                 "version": str(version),
                 "alias": not receipts,
                 "engines": list(self.pool.gate.serving(version)),
-                "bytes": nbytes,
+                "bytes": sum(receipt.nbytes for receipt in receipts.values()),
                 "seconds": time.perf_counter() - started,
             }
             self.on_event("weights_carried", fields)
@@ -112,34 +109,33 @@ class Publisher:
 
     async def _candidates(self) -> tuple[str, ...]:
         """Members, and quarantined ones that say they are well: those are sent everything again."""
-        back = [name for name in self.pool.quarantined() if name in self.links]
-        health = await asyncio.gather(*(self.pool.health(name) for name in back))
-        well = {name for name, state in zip(back, health, strict=True) if state.ok}
+        health = await self._health(self.pool.quarantined())
+        well = {name for name, state in health.items() if state.ok}
         return tuple(name for name in self.links if name in self.pool.members() or name in well)
 
     async def _once(self, version: Version, members: tuple[str, ...]) -> dict[str, Receipt]:
-        deadline = time.monotonic() + self.keys.deadline_s
+        self._deadline = time.monotonic() + self.keys.deadline_s
         links = {name: self.links[name] for name in members}
         if self._connected != (members, self.pool.losses):
-            await self._connect(links, deadline)
+            await self._connect(links)
             self._connected = (members, self.pool.losses)
-        manifest = await self._stage(version, deadline)
+        manifest = await self._stage(version)
 
         staged = self.transport.phase == "staged"
-        carry = self._call("carry", version, deadline=deadline) if staged else None
-        await self._both(carry, {n: link.stage(manifest) for n, link in links.items()}, deadline)
-        await self._both(None, {n: self.pool.hold(n, self.on_update) for n in members}, deadline)
-        carry = None if staged else self._call("carry", version, deadline=deadline)
-        found = await self._both(carry, {n: link.carry(manifest) for n, link in links.items()}, deadline)
+        carry = self._call("carry", version) if staged else None
+        await self._both(carry, {n: link.stage(manifest) for n, link in links.items()})
+        await self._both(None, {n: self.pool.hold(n, self.on_update) for n in members})
+        carry = None if staged else self._call("carry", version)
+        found = await self._both(carry, {n: link.carry(manifest) for n, link in links.items()})
         self._admit(manifest, found)
-        await self._both(None, {n: self.pool.release(n) for n in members}, deadline)
+        await self._both(None, {n: self.pool.release(n) for n in members})
         return found
 
-    async def _connect(self, links: Mapping[str, Link], deadline: float) -> None:
+    async def _connect(self, links: Mapping[str, Link]) -> None:
         """Plan anew for this membership and hand every side its part."""
-        specs = (await self._call("specs", self.policy, deadline=deadline))[0]
-        senders = await self._call("describe", self.policy, deadline=deadline)
-        blobs = await self._both(None, {name: link.describe() for name, link in links.items()}, deadline)
+        specs = (await self._call("specs", self.policy))[0]
+        senders = await self._call("describe", self.policy)
+        blobs = await self._both(None, {name: link.describe() for name, link in links.items()})
         with blamed("the transport cannot plan", WeightError, "choose another sync plugin, or mend this one"):
             plan = self.transport.plan(specs, senders, blobs)
         if len(plan.senders) != len(senders) or set(plan.links) != set(links):
@@ -148,14 +144,12 @@ class Publisher:
                 f"there are {len(senders)} and {sorted(links)}",
                 fix="return one blob per rank and one per link from plan()",
             )
-        ranks = asyncio.gather(
-            *(self._call("connect", self.policy, b, rank=r, deadline=deadline) for r, b in enumerate(plan.senders))
-        )
-        await self._both(ranks, {name: link.connect(plan.links[name]) for name, link in links.items()}, deadline)
+        ranks = asyncio.gather(*(self._call("connect", self.policy, b, rank=r) for r, b in enumerate(plan.senders)))
+        await self._both(ranks, {name: link.connect(plan.links[name]) for name, link in links.items()})
         self._specs = specs
 
-    async def _stage(self, version: Version, deadline: float) -> Manifest:
-        manifest = (await self._call("stage", version, deadline=deadline))[0]
+    async def _stage(self, version: Version) -> Manifest:
+        manifest = (await self._call("stage", version))[0]
         if not isinstance(manifest, Manifest) or manifest.version != version:
             found = getattr(manifest, "version", type(manifest).__name__)
             raise WeightError(
@@ -186,14 +180,14 @@ class Publisher:
         if faults:
             raise _AtFaultError(faults)
 
-    async def _call(self, method: str, *args: Any, rank: int | None = None, deadline: float) -> list[Any]:
-        left = max(deadline - time.monotonic(), 0.001)
-        with blamed(f"the trainer failed in {method!r}", WeightError, "see the cause with --traceback, then --resume"):
-            return await self.trainer.call(method, *args, rank=rank, timeout_s=left)
+    def _left_s(self) -> float:
+        return max(self._deadline - time.monotonic(), 0.001)
 
-    async def _both(
-        self, main: Awaitable[Any] | None, sides: Mapping[str, Awaitable[Any]], deadline: float
-    ) -> dict[str, Any]:
+    async def _call(self, method: str, *args: Any, rank: int | None = None) -> list[Any]:
+        with blamed(f"the trainer failed in {method!r}", WeightError, "see the cause with --traceback, then --resume"):
+            return await self.trainer.call(method, *args, rank=rank, timeout_s=self._left_s())
+
+    async def _both(self, main: Awaitable[Any] | None, sides: Mapping[str, Awaitable[Any]]) -> dict[str, Any]:
         """Run the trainer's side and every member's side at once: the members' results.
 
         The first error or the deadline cancels the rest. Raises `_AtFaultError` where members are at fault, else what
@@ -202,9 +196,8 @@ class Publisher:
         tasks = {name: asyncio.ensure_future(side) for name, side in sides.items()}
         trainer = [] if main is None else [asyncio.ensure_future(main)]
         try:
-            left = max(deadline - time.monotonic(), 0.001)
             waiting: list[asyncio.Future[Any]] = [*tasks.values(), *trainer]
-            _, late = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_EXCEPTION)
+            _, late = await asyncio.wait(waiting, timeout=self._left_s(), return_when=asyncio.FIRST_EXCEPTION)
             faults = {n: e for n, t in tasks.items() if t.done() and (e := t.exception()) is not None}
             error = trainer[0].exception() if trainer and trainer[0].done() else None
         finally:
@@ -231,20 +224,23 @@ class Publisher:
             faults = dict.fromkeys(slow, passed)
         raise _AtFaultError(faults) from next(iter(faults.values()))
 
-    async def _unwell(self, names: Sequence[str]) -> dict[str, BaseException]:
-        health = await asyncio.gather(*(self.pool.health(name) for name in names))
+    async def _unwell(self, names: Iterable[str]) -> dict[str, BaseException]:
         return {
             name: WeightError(f"engine {name!r} is not well: {state.detail}", fix="see the engine's log")
-            for name, state in zip(names, health, strict=True)
+            for name, state in (await self._health(names)).items()
             if not state.ok
         }
 
+    async def _health(self, names: Iterable[str]) -> dict[str, Health]:
+        names = list(names)
+        return dict(zip(names, await asyncio.gather(*map(self.pool.health, names)), strict=True))
 
+
+@dataclass(frozen=True)
 class Publishers:
     """One publisher per policy behind one `publish`."""
 
-    def __init__(self, publishers: Mapping[str, Publisher]) -> None:
-        self._publishers = dict(publishers)
+    of: Mapping[str, Publisher]
 
     async def publish(self, version: Version, changed: bool = True) -> Mapping[str, Receipt]:
-        return await self._publishers[version.policy].publish(version, changed)
+        return await self.of[version.policy].publish(version, changed)

@@ -49,21 +49,22 @@ class Side:
 
     def check_starved(self, slot: int, reasons: Counter[str]) -> None:
         reasons = Counter({why: n for why, n in reasons.items() if why != "stale" or self.retries[slot]})
-        if reasons.total() >= self.schedule.max_leases_per_slot:
-            plain, examples = Counter[str](), dict[str, str]()
-            for why, n in reasons.items():
-                example, short = IDS.search(why), IDS.sub("", why)
-                if failed := example is not None and example[2] is not None:
-                    short = short.replace(example[2], "its task")
-                plain[short] += n
-                examples.setdefault(short, f" (e.g. {example[1]})" if example and failed else "")
-            told = "; ".join(f"{n} x {why}{examples[why]}" for why, n in plain.most_common(5))
-            fix = "loosen what rejects them, give easier or harder tasks, or raise schedule.max_leases_per_slot"
-            if all(examples.values()):
-                fix = "mend the reward or environment, which failed every time (events.jsonl has each failed episode)"
-                late = re.search("deadline|Timeout", told)
-                fix += "; if it is only slow, raise its deadline (schedule.episode_deadline_s)" if late else ""
-            raise StarvedError(
-                f"slot {slot} of policy {self.name!r} used {reasons.total()} leases and none could be trained: {told}",
-                fix=fix,
-            )
+        if reasons.total() < self.schedule.max_leases_per_slot:
+            return
+        plain, examples = Counter[str](), dict[str, str]()
+        for why, n in reasons.items():
+            short, example = IDS.sub("", why), ""
+            if (episode := IDS.search(why)) and episode[2]:
+                short, example = short.replace(episode[2], "its task"), f" (e.g. {episode[1]})"
+            plain[short] += n
+            examples.setdefault(short, example)
+        told = "; ".join(f"{n} x {why}{examples[why]}" for why, n in plain.most_common(5))
+        fix = "loosen what rejects them, give easier or harder tasks, or raise schedule.max_leases_per_slot"
+        if all(examples.values()):
+            fix = "mend the reward or environment, which failed every time (events.jsonl has each failed episode)"
+            if re.search("deadline|Timeout", told):
+                fix += "; if it is only slow, raise its deadline (schedule.episode_deadline_s)"
+        raise StarvedError(
+            f"slot {slot} of policy {self.name!r} used {reasons.total()} leases and none could be trained: {told}",
+            fix=fix,
+        )

@@ -10,25 +10,18 @@ sorted lines `name\\0piece\\0digest`, a piece being spelled as the canonical JSO
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import xxhash
 
 from miles_core.contracts.weights import Evidence, Manifest, Piece, Receipt, TensorSpec
 from miles_core.errors import WeightError
-from miles_core.records import Version
-
-if TYPE_CHECKING:
-    from miles_core.records import Array
+from miles_core.records import Array, Version
 
 #: Weakest first: a receipt must rest on at least what `sync.verify` names.
 STRENGTH: dict[Evidence, int] = {evidence: rank for rank, evidence in enumerate(Evidence)}
-
-#: Evidence that is made of digests; the weaker kinds rest on the engine's own word.
-_BY_DIGEST = (Evidence.RECEIVED, Evidence.LIVE)
 
 
 def digest(data: Any) -> str:
@@ -38,9 +31,7 @@ def digest(data: Any) -> str:
 
 def array_bytes(array: Array) -> Array:
     """The little-endian contiguous bytes of `array` as a flat uint8 view; copies only where it has to."""
-    if array.dtype.byteorder == ">" or (array.dtype.byteorder == "=" and sys.byteorder == "big"):
-        array = array.astype(array.dtype.newbyteorder("<"))
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1).view(np.uint8)
 
 
 def piece_of(array: Any, piece: Piece) -> Any:
@@ -128,7 +119,7 @@ def check_receipt(manifest: Manifest, receipt: Receipt, minimum: Evidence, due: 
                 if differ
                 else f"tensor {name!r} has {len(found)} digests in place of {len(wanted)}"
             )
-    if receipt.evidence in _BY_DIGEST:
+    if STRENGTH[receipt.evidence] >= STRENGTH[Evidence.RECEIVED]:
         missing = sorted(set(manifest.digests if due is None else due) - set(receipt.digests))
         if missing:
             raise refuse(f"{len(missing)} digests are missing, {missing[0]!r} first")
@@ -167,7 +158,7 @@ class ServingGate:
         self.within = within
         self._serves: dict[str, dict[str, Version]] = {}  # engine -> policy -> version on its last receipt
         self.aliases: dict[Version, Version] = {}
-        self._checked: dict[tuple[str, str], dict[str, int]] = {}  # (engine, policy) -> tensor -> receipts since
+        self._checked: dict[str, dict[str, dict[str, int]]] = {}  # engine -> policy -> tensor -> receipts since
 
     def admit(self, manifest: Manifest, receipt: Receipt) -> None:
         """Let `receipt.engine` serve `manifest.version`; `WeightError` (and no change) where the receipt falls short.
@@ -175,12 +166,11 @@ class ServingGate:
         With `within` n, a tensor is due when its digest was not in one of the last n - 1 receipts of this member.
         """
         policy = manifest.version.policy
-        age = self._checked.get((receipt.engine, policy), {})
+        checked = self._checked.setdefault(receipt.engine, {})
+        age = checked.get(policy, {})
         due = [name for name in manifest.digests if age.get(name, self.within) + 1 >= self.within]
         check_receipt(manifest, receipt, self.minimum, due)
-        self._checked[(receipt.engine, policy)] = {
-            name: 0 if name in receipt.digests else age.get(name, 0) + 1 for name in manifest.digests
-        }
+        checked[policy] = {n: 0 if n in receipt.digests else age.get(n, 0) + 1 for n in manifest.digests}
         self._serves.setdefault(receipt.engine, {})[policy] = manifest.version
 
     def alias(self, old: Version, new: Version) -> None:
@@ -191,8 +181,6 @@ class ServingGate:
 
     def named(self, version: Version) -> Version:
         """The newest alias of `version`."""
-        if not self.aliases:
-            return version
         while version in self.aliases:
             version = self.aliases[version]
         return version
@@ -209,8 +197,7 @@ class ServingGate:
     def revoke(self, engine: str) -> None:
         """The member serves nothing until its next receipt, which must cover every tensor again."""
         self._serves.pop(engine, None)
-        for key in [key for key in self._checked if key[0] == engine]:
-            del self._checked[key]
+        self._checked.pop(engine, None)
 
     def state(self) -> dict[str, Any]:
         """What gates of other processes `follow`."""

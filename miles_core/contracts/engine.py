@@ -8,13 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
-from miles_core.records import Finish, Ref, Sampling, Span
-
-if TYPE_CHECKING:
-    from miles_core.contracts.weights import WeightPort
-    from miles_core.records import Array
+from miles_core.contracts.weights import WeightPort
+from miles_core.records import Array, Finish, Ref, Sampling, Span
 
 #: What happens to requests in flight while paused: `in_place` keeps them and their cache, `recompute` keeps their
 #: tokens and recomputes the cache under the new weights, `abort` ends them (tokens so far come back), `finish` waits.

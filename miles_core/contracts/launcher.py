@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-if TYPE_CHECKING:
-    from miles_core.provider import Place
-    from miles_core.records import Metric
+from miles_core.provider import Place
+from miles_core.records import Metric
 
 
 @dataclass(frozen=True, kw_only=True)

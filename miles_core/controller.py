@@ -12,94 +12,37 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from miles_core.columns import collate
+from miles_core.config.schema import Policy
+from miles_core.contracts.engine import Engine
 from miles_core.contracts.launcher import Tracker, Workers, WorkerSpec
-from miles_core.contracts.learning import Output, UpdateResult
-from miles_core.errors import (
-    BackendError,
-    CheckpointError,
-    CombinationError,
-    MilesError,
-    PluginLoadError,
-    blamed,
-    clause,
-)
+from miles_core.contracts.learning import Output
+from miles_core.errors import CheckpointError, CombinationError, PluginLoadError, blamed
 from miles_core.feed import TaskFeed
 from miles_core.judge import Judge
 from miles_core.learner import Learner
-from miles_core.passes import with_finite
+from miles_core.ledger import Ledger
+from miles_core.passes import CALL_TIMEOUT_S, GO_ON, Trainer, with_finite
 from miles_core.pool import Pool
 from miles_core.prepare import Parts, Prepared, sampling_of
 from miles_core.provider import Place
 from miles_core.publish import Publisher, Publishers
-from miles_core.records import Array, Group, Metric, Task, Version, group_id
+from miles_core.records import Group, Metric, Version, group_id
 from miles_core.rollouts import Rollouts
+from miles_core.run import RunDir
 from miles_core.sampler import RemoteSampler, Sampler, SamplerEndpoint, SamplingPolicy, demonstrations
 from miles_core.schedule import Loop, PolicySetup, RunResult, Stop
 from miles_core.waits import close_all
 from miles_core.wiring import Wiring, wire
 
-if TYPE_CHECKING:
-    from miles_core.config.schema import Policy, RunFile
-    from miles_core.contracts.engine import Engine
-    from miles_core.ledger import Ledger
-    from miles_core.run import RunDir
-
-CALL_TIMEOUT_S = 7200.0  # one score, update or save of the trainer
 START_TIMEOUT_S = 1800.0
 SHOW = "see where with --traceback; the plugin that raised it is there"
-GO_ON = "see the cause with --traceback, mend it, then go on with --resume"
 
-
-@dataclass
-class _Trainer:
-    """The trainers as the learner calls them: one answer from all ranks."""
-
-    workers: Workers
-
-    async def score(self, batch: Any, outputs: Sequence[Output]) -> Mapping[str, Array]:
-        return dict((await self._call("score", batch, tuple(outputs)))[0])
-
-    async def update(self, minibatch: Any) -> UpdateResult:
-        result: UpdateResult = (await self._call("update", minibatch))[0]
-        return result
-
-    async def blend(self, policy: str, dst: str, src: str, decay: float) -> None:
-        await self._call("blend", policy, dst, src, decay)
-
-    async def _call(self, method: str, *args: Any) -> list[Any]:
-        with blamed(f"the trainer failed in {method!r}", BackendError, GO_ON):
-            return await self.workers.call(method, *args, timeout_s=CALL_TIMEOUT_S)
-
-
-@dataclass
-class _EvaluationLoss:
-    """`eval/loss` of a policy that learns from demonstrations without an engine: mean -log π over their tokens."""
-
-    sampling: SamplingPolicy
-    tasks: Sequence[tuple[str, Task]]
-    trainer: _Trainer
-
-    async def __call__(self, step: int) -> Mapping[str, Metric]:
-        groups = [
-            Group(
-                id=group_id(task.id, 0),
-                policy=self.sampling.name,
-                slot=-1,
-                attempt=0,
-                task=task,
-                episodes=demonstrations(self.sampling, task, 0, 1),
-            )
-            for _, task in self.tasks
-        ]
-        batch = collate(self.sampling.name, step, groups, self.sampling.columns)
-        scored = await self.trainer.score(batch, (Output(name="logprobs"),))
-        column = "proximal_logprobs"
-        logprobs = with_finite(batch, {column: scored[column]}, (), "the evaluation").columns[column][batch.kept]
-        return {"eval/loss": (-float(logprobs.sum(dtype="float64")), float(len(logprobs)))}
+OnEvent = Callable[[str, Mapping[str, Any]], None]
 
 
 @dataclass
@@ -112,10 +55,9 @@ class _Checkpoints:
     async def save(self, step: int, ledger: Mapping[str, Any], *, best: bool) -> Path:
         draft = self.run.begin_checkpoint(step)
         try:
-            with blamed(
-                f"the trainer could not save step {step}; earlier checkpoints are valid", CheckpointError, GO_ON
-            ):
-                await self.workers.call("save", str(draft / "trainer"), timeout_s=CALL_TIMEOUT_S)
+            what = f"the trainer could not save step {step}; earlier checkpoints are valid"
+            with blamed(what, CheckpointError, GO_ON):
+                await self.workers.call("save", draft / "trainer", timeout_s=CALL_TIMEOUT_S)
             done = await asyncio.to_thread(self.run.commit_checkpoint, draft, step, ledger)
         except Exception:  # not where this is cancelled: threads still write. A draft never counts
             shutil.rmtree(draft, ignore_errors=True)
@@ -131,49 +73,39 @@ class Controller:
 
     prepared: Prepared
     trainer: Workers
-    learners: Mapping[str, Learner]
+    policies: Sequence[PolicySetup]
     publishers: Publishers | None
     sampler: Sampler | RemoteSampler
 
     @staticmethod
-    async def open(prepared: Prepared, on_event: Callable[[str, Mapping[str, Any]], None]) -> Controller:
+    async def open(prepared: Prepared, on_event: OnEvent) -> Controller:
         """Start trainer and engines and connect them; nothing is written to disk."""
-        wiring, run = prepared.wiring, prepared.wiring.run
+        wiring, run, parts = prepared.wiring, prepared.wiring.run, prepared.parts
         try:
-            launcher = wiring.build(run.launcher, Place.CONTROLLER)
-            base = WorkerSpec(
-                place=Place.TRAINER,
-                factory="miles_core.wiring:trainer_worker",
-                count=run.backend.core.ranks,
-                payload=wiring.payload(prepared.lock),
-                threads=run.run.threads,
-                gpus=run.backend.core.gpus_per_rank,
-            )
-            trainer = await launcher.start(base)
-            judges = await _judges(prepared)
-            learners = {p.name: await _learner(prepared, p, trainer, judges) for p in run.policies.values()}
-            pool = publishers = remote = None
-            if run.engines:
-                pool = _pool(wiring, prepared.parts, Place.CONTROLLER, on_event=on_event)
+            with blamed("trainer and engines cannot be started", PluginLoadError, SHOW):
+                launcher = wiring.build(run.launcher, Place.CONTROLLER)
+                ranks, gpus = run.backend.core.ranks, run.backend.core.gpus_per_rank
+                spec = _spec(prepared, Place.TRAINER, "miles_core.wiring:trainer_worker", ranks, gpus)
+                trainer = await launcher.start(spec)
+                judges = await _judges(prepared)
+                policies = [await _policy(prepared, p, Trainer(trainer), judges) for p in run.policies.values()]
+                pool = _pool(wiring, parts, Place.CONTROLLER, on_event, {})
                 await pool.start(START_TIMEOUT_S)
-                remote = await _remote_sampler(run, launcher, pool, base)
-            sampler = remote or _sampler(wiring, prepared.parts, Place.CONTROLLER, pool)
-            if pool is not None and run.sync is not None:
-                follow = None if remote is None else remote.follow
-                publishers = _publishers(prepared, trainer, pool, on_event, follow)
-            return Controller(prepared, trainer, learners, publishers, sampler)
-        except BaseException as error:
+                remote = await _remote_sampler(prepared, launcher, pool)
+                sampler = remote or _sampler(wiring, parts, pool)
+                publishers = _publishers(prepared, trainer, pool, on_event, remote) if run.engines else None
+            return Controller(prepared, trainer, policies, publishers, sampler)
+        except BaseException:
             with suppress(Exception):  # what failed first is the better news
                 await close_all(wiring.closers())
-            if isinstance(error, Exception) and not isinstance(error, MilesError):
-                raise PluginLoadError(f"trainer and engines cannot be started: {clause(error)}", fix=SHOW) from error
             raise
 
     async def run(self, run_dir: RunDir, ledger: Ledger, trackers: Sequence[Tracker], stop: Stop) -> RunResult:
         """Drive the loop to its end or to a stop request. Raises the first error of any side."""
         run = self.prepared.wiring.run
+        texts = {name: policy.renderer.text for name, policy in self.prepared.parts.sampling.items()}
         loop = Loop(
-            policies=[self._setup(policy) for policy in run.policies.values()],
+            policies=self.policies,
             ledger=ledger,
             sampler=self.sampler,
             publisher=self.publishers,
@@ -184,45 +116,19 @@ class Controller:
             evaluation=run.eval,
             trackers=trackers,
             observers=self.prepared.wiring.catalogue.pm.hook,
-            rollouts=Rollouts(
-                run_dir.path / "rollouts", {name: p.renderer.text for name, p in self.prepared.parts.sampling.items()}
-            ),
+            rollouts=Rollouts(run_dir.path / "rollouts", texts),
         )
         return await loop.run()
 
-    def _setup(self, policy: Policy) -> PolicySetup:
-        run, name = self.prepared.wiring.run, policy.name
-        sampling = sampling_of(run)
-        shown = policy.algorithm.keys.episodes == "demonstrations"
-        tasks = self._tasks(policy)
-        eval_sampling = evaluate = None
-        if run.eval.every is not None and sampling is not None:
-            eval_sampling = replace(sampling, temperature=run.eval.temperature, top_p=1.0, top_k=0)
-        elif run.eval.every is not None and shown:
-            held_out = tasks.evaluation(run.eval.tasks)
-            evaluate = _EvaluationLoss(self.prepared.parts.sampling[name], held_out, _Trainer(self.trainer))
-        return PolicySetup(
-            name=name,
-            schedule=policy.schedule,
-            tasks=tasks,
-            learner=self.learners[name],
-            share=policy.share,
-            filters=self.prepared.filters[name],
-            sampling=None if shown else sampling,
-            eval_sampling=eval_sampling,
-            evaluate=evaluate,
-        )
-
-    def _tasks(self, policy: Policy) -> TaskFeed:
-        envs = self.prepared.parts.sampling[policy.name].envs
-        return TaskFeed(
-            {key: env.tasks("train") for key, env in envs.items()},
-            {key: env.tasks("eval") for key, env in envs.items() if "eval" in env.task_splits},
-            {key: part.core.weight for key, part in policy.envs.items()},
-        )
-
     async def close(self) -> None:
         await close_all([self.sampler.close, *self.prepared.wiring.closers()])
+
+
+def _spec(prepared: Prepared, place: Place, factory: str, count: int, gpus: float = 0, **payload: Any) -> WorkerSpec:
+    """How `count` processes of the run come to be; `payload` is what the factory gets beside the wiring."""
+    payload |= prepared.wiring.payload(prepared.lock)
+    threads = prepared.wiring.run.run.threads
+    return WorkerSpec(place=place, factory=factory, count=count, payload=payload, threads=threads, gpus=gpus)
 
 
 async def _judges(prepared: Prepared) -> dict[str, Judge]:
@@ -240,34 +146,71 @@ async def _judges(prepared: Prepared) -> dict[str, Judge]:
     return judges
 
 
-async def _learner(prepared: Prepared, policy: Policy, trainer: Workers, judges: Mapping[str, Judge]) -> Learner:
-    terms = (await trainer.call("declare", policy.name, timeout_s=START_TIMEOUT_S))[0]
-    run = prepared.wiring.run
+async def _policy(prepared: Prepared, policy: Policy, trainer: Trainer, judges: Mapping[str, Judge]) -> PolicySetup:
+    """One policy with its learner and its tasks, as the loop needs it."""
+    run, parts, part = prepared.wiring.run, prepared.parts, prepared.parts.sampling[policy.name]
+    terms = (await trainer.workers.call("declare", policy.name, timeout_s=START_TIMEOUT_S))[0]
     sampling = sampling_of(run)
     learner = Learner(
         policy,
         run.run.seed,
-        prepared.parts.stages[policy.name],
+        parts.stages[policy.name],
         terms,
-        _Trainer(trainer),
-        prepared.parts.sampling[policy.name].columns,
+        trainer,
+        part.columns,
         max_new_tokens=None if sampling is None else sampling.max_new_tokens,
-        scorers={**prepared.parts.scorers, **judges},
+        scorers={**parts.scorers, **judges},
     )
     for output in learner.outputs:
         if judge := judges.get(getattr(policy.roles.get(output.role), "engine", "")):
             judge.k = max(judge.k, output.k)
-    return learner
+    tasks = TaskFeed(
+        {key: env.tasks("train") for key, env in part.envs.items()},
+        {key: env.tasks("eval") for key, env in part.envs.items() if "eval" in env.task_splits},
+        {key: env.core.weight for key, env in policy.envs.items()},
+    )
+    eval_sampling = evaluate = None
+    if run.eval.every is not None and sampling is not None:
+        eval_sampling = replace(sampling, temperature=run.eval.temperature, top_p=1.0, top_k=0)
+    elif run.eval.every is not None:
+        evaluate = partial(_evaluation_loss, part, tasks, run.eval.tasks, trainer)
+    return PolicySetup(
+        name=policy.name,
+        schedule=policy.schedule,
+        tasks=tasks,
+        learner=learner,
+        share=policy.share,
+        filters=prepared.filters[policy.name],
+        sampling=sampling if policy.algorithm.keys.episodes == "sampled" else None,
+        eval_sampling=eval_sampling,
+        evaluate=evaluate,
+    )
 
 
-def _pool(
-    wiring: Wiring,
-    parts: Parts,
-    place: Place,
-    *,
-    addresses: Mapping[str, str] | None = None,
-    on_event: Callable[[str, Mapping[str, Any]], None] | None = None,
-) -> Pool:
+async def _evaluation_loss(
+    policy: SamplingPolicy, tasks: TaskFeed, count: int, trainer: Trainer, step: int
+) -> Mapping[str, Metric]:
+    """`eval/loss` of a policy that learns from demonstrations without an engine: mean -log π over their tokens."""
+    groups = [
+        Group(
+            id=group_id(task.id, 0),
+            policy=policy.name,
+            slot=-1,
+            attempt=0,
+            task=task,
+            episodes=demonstrations(policy, task, 0, 1),
+        )
+        for _, task in tasks.evaluation(count)
+    ]
+    batch = collate(policy.name, step, groups, policy.columns)
+    asked = Output(name="logprobs")
+    scored = await trainer.score(batch, (asked,))
+    batch = with_finite(batch, {asked.column: scored[asked.column]}, (), "the evaluation")
+    logprobs = batch.columns[asked.column][batch.kept]
+    return {"eval/loss": (-float(logprobs.sum(dtype="float64")), float(len(logprobs)))}
+
+
+def _pool(wiring: Wiring, parts: Parts, place: Place, on_event: OnEvent | None, addresses: Mapping[str, str]) -> Pool:
     """A pool of the engines (of their clients, in samplers). One that serves several policies offers `policies`."""
     run = wiring.run
     first = next(iter(run.policies))
@@ -287,17 +230,13 @@ def _pool(
                 policy=first,
                 model=wiring.sources[first]["actor"],
                 renderer=parts.sampling[first].renderer,
-                address=(addresses or {}).get(name, ""),
+                address=addresses.get(name, ""),
             )
     return Pool(engines, on_event=on_event)
 
 
 def _publishers(
-    prepared: Prepared,
-    trainer: Workers,
-    pool: Pool,
-    on_event: Callable[[str, Mapping[str, Any]], None],
-    follow: Callable[[Mapping[str, Any]], Any] | None,
+    prepared: Prepared, trainer: Workers, pool: Pool, on_event: OnEvent, remote: RemoteSampler | None
 ) -> Publishers:
     wiring, sync = prepared.wiring, prepared.wiring.run.sync
     assert sync is not None
@@ -316,39 +255,32 @@ def _publishers(
             policy.schedule.on_update.value,
             policy=name,
             on_event=on_event,
-            on_serving=follow,
+            on_serving=remote.follow if remote else None,
         )
     return Publishers(publishers)
 
 
-def _sampler(wiring: Wiring, parts: Parts, place: Place, pool: Pool | None) -> Sampler:
+def _sampler(wiring: Wiring, parts: Parts, pool: Pool) -> Sampler:
     return Sampler(
         parts.sampling,
-        None if pool is None else pool.generate,
+        pool.generate,
         run_seed=wiring.run.run.seed,
         scorers=parts.scorers,
         extensions=parts.extensions,
-        abort_requests=None if pool is None else pool.abort,
-        generate_many=None if pool is None else pool.generate_many,
+        abort_requests=pool.abort,
+        generate_many=pool.generate_many,
     )
 
 
-async def _remote_sampler(run: RunFile, launcher: Any, pool: Pool, trainer: WorkerSpec) -> RemoteSampler | None:
+async def _remote_sampler(prepared: Prepared, launcher: Any, pool: Pool) -> RemoteSampler | None:
     """Sampler processes, where a policy asks for them. They reach the engines that have an `address` of their own."""
-    schedules = [policy.schedule for policy in run.policies.values()]
+    schedules = [policy.schedule for policy in prepared.wiring.run.policies.values()]
     processes = max(schedule.samplers for schedule in schedules)
-    if processes == 0:
+    if processes == 0 or not pool.engines:
         return None
     addresses = {name: str(getattr(engine, "address", "")) for name, engine in pool.engines.items()}
-    spec = replace(
-        trainer,
-        place=Place.SAMPLER,
-        factory="miles_core.controller:sampler_worker",
-        count=processes,
-        payload={**trainer.payload, "engines": addresses},
-        gpus=0,
-    )
-    workers = await launcher.start(spec)
+    factory = "miles_core.controller:sampler_worker"
+    workers = await launcher.start(_spec(prepared, Place.SAMPLER, factory, processes, engines=addresses))
     await workers.call("start", timeout_s=START_TIMEOUT_S)
     return RemoteSampler(workers, deadline_s=max(schedule.episode_deadline_s for schedule in schedules))
 
@@ -360,8 +292,8 @@ def sampler_worker(
     wiring = wire(**payload)
     try:
         parts = Parts.build(wiring, Place.SAMPLER)
-        pool = _pool(wiring, parts, Place.SAMPLER, addresses=engines)
-        return SamplerEndpoint(_sampler(wiring, parts, Place.SAMPLER, pool), pool, wiring.closers())
+        pool = _pool(wiring, parts, Place.SAMPLER, None, engines)
+        return SamplerEndpoint(_sampler(wiring, parts, pool), pool, wiring.closers())
     except BaseException:
         with suppress(Exception), ThreadPoolExecutor(1) as thread:  # a loop may be running in this one
             thread.submit(asyncio.run, close_all(wiring.closers())).result()

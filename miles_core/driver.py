@@ -10,33 +10,24 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from miles_core.compatibility import check_lock
+from miles_core.config.schema import Policy, RunFile
 from miles_core.controller import Controller
-from miles_core.errors import (
-    CheckpointError,
-    JournalError,
-    MilesError,
-    ResumeError,
-    RunDirError,
-    StoppedError,
-    blamed,
-    met_late,
-)
-from miles_core.export import Exports
+from miles_core.discovery import Catalogue
+from miles_core.errors import CheckpointError, MilesError, ResumeError, RunDirError, StoppedError, blamed, met_late
+from miles_core.export import export_cached
 from miles_core.journal import Journal
 from miles_core.ledger import Ledger
+from miles_core.passes import CALL_TIMEOUT_S
 from miles_core.prepare import Prepared, prepare
 from miles_core.progress import Reports
 from miles_core.provider import Place
 from miles_core.run import Checkpoint, RunDir, check_resume, refuse_existing
-
-if TYPE_CHECKING:
-    from miles_core.config.schema import RunFile
-    from miles_core.discovery import Catalogue
-    from miles_core.schedule import RunResult, Stop
+from miles_core.schedule import RunResult, Stop
 
 #: What math libraries read when they are first imported.
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -76,13 +67,15 @@ async def execute(
     """
     os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(run_file.run.threads)))
     path = run_path(run_file)
-    with ExitStack() as holding:  # the run directory is this process's until the end
+    # The run directory is this process's until the end; models are exported for no run that is refused.
+    with ExitStack() as holding, ExitStack() as exports:
         going_on = _resume(run_file, path, catalogue, holding) if resume else None
         if going_on is None:
             refuse_existing(path)
-        reports, exports, controller = Reports(), Exports(), None
+        reports, controller = Reports(), None
         try:
-            prepared = prepare(run_file, catalogue, path, exports, going_on.run.lock() if going_on else None)
+            export = partial(export_cached, undo=exports)
+            prepared = prepare(run_file, catalogue, path, export, going_on.run.lock() if going_on else None)
             controller = await Controller.open(prepared, lambda kind, fields: reports.event(kind, **fields))
             reports.trackers = tuple(prepared.wiring.build(t, Place.CONTROLLER) for t in run_file.trackers.values())
             on_begin()
@@ -94,11 +87,10 @@ async def execute(
                 run = going_on.run
                 with blamed(f"{path} cannot be written", RunDirError, "free space there, then try again"):
                     run.write_config(*config)
-            exports.keep()
+            exports.pop_all()  # from here on nothing is undone
             with _rare_collections():
                 result = await _drive(controller, prepared, run, going_on, reports, stop)
         except BaseException:
-            exports.undo()
             with suppress(Exception):  # what stopped the run is the better news
                 if controller is not None:
                     await controller.close()
@@ -144,18 +136,18 @@ async def _drive(
     journal = Journal(run.path / "journal")
     try:
         ledger = _ledger(prepared, journal, resume)
-        first = resume.checkpoint.step if resume and resume.checkpoint else 0
-        if resume is not None and resume.checkpoint is not None:
-            with blamed(f"{resume.checkpoint.folder} cannot be loaded", CheckpointError, "remove it, then try again"):
-                await controller.trainer.call("load", str(resume.checkpoint.trainer), timeout_s=7200.0)
+        checkpoint = resume.checkpoint if resume else None
+        if checkpoint is not None:
+            with blamed(f"{checkpoint.folder} cannot be loaded", CheckpointError, "remove it, then try again"):
+                await controller.trainer.call("load", checkpoint.trainer, timeout_s=CALL_TIMEOUT_S)
         info = {
             "name": run_file.run.name,
             "dir": str(run.path),
             "steps": run_file.run.steps,
-            "first_step": first,
+            "first_step": checkpoint.step if checkpoint else 0,
             "lineage": ledger.lineage,
             "policies": list(run_file.policies),
-            "summary": summary(run_file),
+            "summary": "; ".join(map(_summary, run_file.policies.values())),
         }
         reports.start(info)
         with blamed("an observer of the start of the run failed", StoppedError, OBSERVER):
@@ -170,7 +162,7 @@ async def _drive(
             with suppress(Exception):  # what stopped the run is the better news
                 end()
         raise
-    with suppress(JournalError):  # everything was synced with the last checkpoint
+    with suppress(StoppedError):  # everything was synced with the last checkpoint
         journal.close()
     with blamed("an observer of the end of the run failed", StoppedError, OBSERVER):
         hooks.miles_on_run_end(status=result.status)
@@ -185,18 +177,14 @@ def _ledger(prepared: Prepared, journal: Journal, resume: Resume | None) -> Ledg
     omit = frozenset(large if run_file.run.journal == "light" else ())
     if resume is None:
         return Ledger(journal, schedules, omit=omit)
-    if resume.checkpoint is None:  # killed before the first checkpoint: everything again, on a new lineage
-        snapshot = Ledger(None, schedules, omit=omit).snapshot() | {"journal": [0, 0]}
-    else:
-        snapshot = resume.checkpoint.ledger()
+    # Killed before the first checkpoint: everything again, on a new lineage.
+    empty = Ledger(None, schedules).snapshot() | {"journal": [0, 0]}
+    snapshot = resume.checkpoint.ledger() if resume.checkpoint else empty
     return Ledger.resume(snapshot, journal, schedules, omit=omit, changes=resume.changes)
 
 
-def summary(run_file: RunFile) -> str:
-    """One readable line: what learns what, how."""
-    parts = [
-        f"{p.algorithm.preset} on {'+'.join(part.use for part in p.envs.values())}, "
-        f"{p.schedule.groups_per_step} x {p.schedule.group_size} a step, max staleness {p.schedule.max_staleness}"
-        for p in run_file.policies.values()
-    ]
-    return "; ".join(parts)
+def _summary(policy: Policy) -> str:
+    """Readable: what learns what, how."""
+    envs, schedule = "+".join(part.use for part in policy.envs.values()), policy.schedule
+    size = f"{schedule.groups_per_step} x {schedule.group_size} a step"
+    return f"{policy.algorithm.preset} on {envs}, {size}, max staleness {schedule.max_staleness}"

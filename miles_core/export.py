@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 
 from miles_core.config.compose import from_tree
 from miles_core.discovery import scan
@@ -21,40 +20,24 @@ from miles_core.run import RunDir
 from miles_core.wiring import TrainerWorker, Wiring
 
 
-def export_cached(run_dir: Path, step: int | None) -> Path:
+def export_cached(run_dir: Path, step: int | None, undo: ExitStack | None = None) -> Path:
     """The exported folder of a run's checkpoint (`step`, else best, else latest), made on first use and kept in the
-    run's `exports/`. Raises `RunNotFoundError` where there is no such checkpoint."""
+    run's `exports/`. What is made is removed again by closing `undo`, for runs that are refused after it. Raises
+    `RunNotFoundError` where there is no such checkpoint."""
     run = RunDir.open(run_dir)
     checkpoint = run.checkpoint(step)
     folder = run.path / "exports" / checkpoint.folder.name
     if not folder.exists():
         export(run, checkpoint.step, folder)
+        if undo is not None:
+            undo.callback(_remove, folder)
     return folder
 
 
-class Exports:
-    """`export_cached` that can be undone, for runs that are refused after it."""
-
-    def __init__(self) -> None:
-        self._made: list[Path] = []
-
-    def __call__(self, run_dir: Path, step: int | None) -> Path:
-        before = set((run_dir / "exports").glob("*"))
-        folder = export_cached(run_dir, step)
-        if folder not in before:
-            self._made.append(folder)
-        return folder
-
-    def keep(self) -> None:
-        """The run began: from here on nothing is undone."""
-        self._made.clear()
-
-    def undo(self) -> None:
-        while self._made:
-            folder = self._made.pop()
-            shutil.rmtree(folder, ignore_errors=True)
-            with suppress(OSError):  # others may lie there
-                folder.parent.rmdir()
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):  # others may lie there
+        folder.parent.rmdir()
 
 
 def export(run: RunDir, step: int | None, folder: Path, policy: str = "") -> int:
@@ -76,11 +59,11 @@ def export(run: RunDir, step: int | None, folder: Path, policy: str = "") -> int
     renderer = build_renderer(wiring, chosen, Place.CONTROLLER)
     draft = folder.with_name(f".{folder.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
-    worker: Any = TrainerWorker(wiring, 0, 1, lambda: False)
+    worker = TrainerWorker(wiring, 0, 1, lambda: False)
     try:
-        worker.load(str(checkpoint.trainer))
+        worker.load(checkpoint.trainer)
         draft.mkdir(parents=True)
-        worker.save_model(chosen.name, str(draft))
+        worker.save_model(chosen.name, draft)
         renderer.tokenizer.save(draft)
         os.rename(draft, folder)
     except OSError as error:

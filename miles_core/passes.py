@@ -9,45 +9,53 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from miles_core.columns import CORE_COLUMNS, Array, Batch, ColumnSpec, Level
 from miles_core.compatibility import takes
-from miles_core.contracts.learning import Output
-from miles_core.errors import CombinationError, LearnerError, blamed
+from miles_core.config.schema import Policy
+from miles_core.contracts.environment import Scorer
+from miles_core.contracts.launcher import Workers
+from miles_core.contracts.learning import Output, Stage, TermInfo, UpdateResult
+from miles_core.errors import BackendError, CombinationError, LearnerError, blamed
+from miles_core.records import Group
 from miles_core.waits import finish_all
-
-if TYPE_CHECKING:
-    from miles_core.config.schema import Policy
-    from miles_core.contracts.environment import Scorer
-    from miles_core.contracts.learning import Stage, TermInfo, UpdateResult
-    from miles_core.records import Group
 
 #: The fields of `algorithm` that hold stages, in the order of their phases.
 PHASES = ("penalties", "reward_kl", "advantage", "distill", "whiten", "corrections")
-#: What a collated batch may hold before any pass or stage, beside the columns of extensions.
-ROLLOUT_COLUMNS = frozenset(
-    (
-        *("tokens", "origin", "trainable", "behaviour_logprobs", "truncated", "reward", "preference"),
-        *("temperature", "top_p", "top_k", "keep_counts", "keep_ids"),
-    )
-)
+#: Core columns that passes and stages make. The others a collated batch has from the start, as it has extensions'.
+MADE = {"proximal_logprobs", "values", "bootstrap_value", "advantages", "returns", "correction_weight", "rejected"}
 #: Columns of roles that need not be in the run file for their name to be understood (a missing role is then named).
 OUTPUTS = ("logprobs", "values", "topk_ids", "topk_logprobs", "token_logprobs")
+
+CALL_TIMEOUT_S = 7200.0  # one score, update, save or load of the trainer
+GO_ON = "see the cause with --traceback, mend it, then go on with --resume"
 
 Stages = Mapping[str, Sequence[tuple[str, "Stage"]]]
 
 
-class Trainer(Protocol):
-    """What the learner asks of the trainer ranks."""
+@dataclass(frozen=True)
+class Trainer:
+    """The trainer ranks as the learner calls them: one answer from all of them."""
 
-    async def score(self, batch: Batch, outputs: Sequence[Output]) -> Mapping[str, Array]: ...
+    workers: Workers
 
-    async def update(self, minibatch: Batch) -> UpdateResult: ...
+    async def score(self, batch: Batch, outputs: Sequence[Output]) -> Mapping[str, Array]:
+        return dict(await self._call("score", batch, tuple(outputs)))
 
-    async def blend(self, policy: str, dst: str, src: str, decay: float) -> None: ...
+    async def update(self, minibatch: Batch) -> UpdateResult:
+        result: UpdateResult = await self._call("update", minibatch)
+        return result
+
+    async def blend(self, policy: str, dst: str, src: str, decay: float) -> None:
+        await self._call("blend", policy, dst, src, decay)
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        with blamed(f"the trainer failed in {method!r}", BackendError, GO_ON):
+            return (await self.workers.call(method, *args, timeout_s=CALL_TIMEOUT_S))[0]
 
 
 def refused(policy: Policy, what: str, fix: str) -> CombinationError:
@@ -73,7 +81,7 @@ class Passes:
         found: dict[str, Output] = {}
         parts = [(f"the stage {n!r} ({phase})", stage) for phase in PHASES for n, stage in stages.get(phase, ())]
         written = {spec.name for _, stage in parts for spec in stage.gives}
-        have = (ROLLOUT_COLUMNS | (set(specs) - set(CORE_COLUMNS))) - written
+        have = {*CORE_COLUMNS, *specs} - MADE - written
         for part, stage in parts:
             scores = getattr(stage, "scores", {})
             for column in sorted((stage.needs | scores.keys()) - have):
@@ -121,12 +129,12 @@ class Passes:
                 f"{self._by[output.role]!r} cannot be asked for chosen ids",
                 f"make {output.role!r} a model of the backend (roles.{output.role}.source), or let it choose the ids",
             )
-        same = [c for c, o in found.items() if o.column == output.column and o != output]
-        if same or found.get(column, output) != output:
+        rivals = [o for c, o in found.items() if o != output and (c == column or o.column == output.column)]
+        if rivals:
             raise refused(
                 self._policy,
                 f"{part} needs {output.name!r} of role {output.role!r} with k={output.k} and ids {output.inputs}; "
-                f"another part needs it with k={found[(same or [column])[0]].k} and other ids",
+                f"another part needs it with k={rivals[0].k} and other ids",
                 "give both parts the same numbers",
             )
         return output
@@ -142,52 +150,39 @@ class Passes:
     async def score(self, batch: Batch, groups: Sequence[Group], trainer: Trainer) -> Batch:
         """The batch with every scored column."""
         for layer in self._layers:
-            found: dict[str, Array] = {}
-            by: dict[str, list[tuple[str, Output]]] = {}
+            by: dict[str, dict[str, Output]] = {}
             for column, output in layer.items():
-                by.setdefault(self._by.get(output.role, ""), []).append((column, output))
-            ours = by.pop("", [])
-            asked = [self._ask(name, wanted, groups, found) for name, wanted in by.items()]
-            await finish_all([self._train(trainer, batch, ours, found), *asked])
+                by.setdefault(self._by.get(output.role, ""), {})[column] = output
+            asked = [self._ask(name, w, groups) if name else _score(trainer, w, batch) for name, w in by.items()]
+            found = {column: value for columns in await finish_all(asked) for column, value in columns.items()}
             batch = self._with(batch, layer, found)
         return batch
 
-    async def _train(
-        self, trainer: Trainer, batch: Batch, wanted: Sequence[tuple[str, Output]], found: dict[str, Array]
-    ) -> None:
-        if wanted:
-            scored = await trainer.score(batch, tuple(output for _, output in wanted))
-            found |= {column: _scored("the backend", scored, output.column) for column, output in wanted}
-
-    async def _ask(
-        self, name: str, wanted: Sequence[tuple[str, Output]], groups: Sequence[Group], found: dict[str, Array]
-    ) -> None:
+    async def _ask(self, name: str, wanted: Mapping[str, Output], groups: Sequence[Group]) -> dict[str, Array]:
         """What one scorer says of every trajectory of the step: [units, …], or [trajectories] of a `reward`."""
         rows = [(t, group.task) for group in groups for e in group.episodes for t in e.trajectories]
-        deadline = self._policy.schedule.stall_deadline_s
-        with blamed(f"the scorer {name!r} failed", LearnerError, "see it with --traceback, then go on with --resume"):
-            async with asyncio.timeout(deadline):
+        with blamed(f"the scorer {name!r} failed", LearnerError, GO_ON):
+            async with asyncio.timeout(self._policy.schedule.stall_deadline_s):
                 score = self._scorers[name].score
                 tasks = ([task for _, task in rows],) if takes(score, "tasks") else ()
-                scored = await score([t for t, _ in rows], [o.column for _, o in wanted], *tasks)
-        for column, output in wanted:
+                scored = await score([t for t, _ in rows], [o.column for o in wanted.values()], *tasks)
+        found: dict[str, Array] = {}
+        for column, output in wanted.items():
             values = [np.asarray(value) for value in _scored(f"the scorer {name!r}", scored, output.column)]
             whole = output.name == "reward"
-            wrong = [
-                (trajectory, value)
-                for (trajectory, _), value in zip(rows, values, strict=False)
-                if (value.size != 1 if whole else value.shape[:1] != (trajectory.length,))
-                or (output.k and value.shape[1:] != (output.k,))
-            ]
-            if len(values) != len(rows) or wrong:
-                what = f"{len(values)} arrays for {len(rows)} trajectories"
-                if wrong:
-                    what = f"shape {wrong[0][1].shape} for trajectory {wrong[0][0].id!r} of {wrong[0][0].length} tokens"
+            what = "" if len(values) == len(rows) else f"{len(values)} arrays for {len(rows)} trajectories"
+            for (trajectory, _), value in zip(rows, values, strict=False):
+                fits = value.size == 1 if whole else value.shape[:1] == (trajectory.length,)
+                if not fits or (output.k and value.shape[1:] != (output.k,)):
+                    what = f"shape {value.shape} for trajectory {trajectory.id!r} of {trajectory.length} tokens"
+                    break
+            if what:
                 raise LearnerError(
                     f"the scorer {name!r} gave {what} as {output.column!r}",
                     fix="give a scalar a trajectory" if whole else "give a row a token, k wide where k was asked for",
                 )
             found[column] = np.stack([v.reshape(()) for v in values]) if whole else np.concatenate(values)
+        return found
 
     def _with(self, batch: Batch, layer: Iterable[str], found: Mapping[str, Array]) -> Batch:
         columns: dict[str, Array] = {}
@@ -206,6 +201,11 @@ class Passes:
             columns[column] = value.astype(spec.dtype)
             specs.append(spec)
         return with_finite(batch, columns, specs, "the score pass")
+
+
+async def _score(trainer: Trainer, wanted: Mapping[str, Output], batch: Batch) -> dict[str, Array]:
+    scored = await trainer.score(batch, tuple(wanted.values()))
+    return {column: _scored("the backend", scored, output.column) for column, output in wanted.items()}
 
 
 def _scored(by: str, scored: Mapping[str, Any], name: str) -> Any:

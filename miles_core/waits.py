@@ -30,11 +30,11 @@ async def cancel(tasks: Iterable[asyncio.Future[Any]], grace_s: float = CANCEL_G
             task.exception()  # seen
 
 
-async def finish_all(awaited: Iterable[Awaitable[Any]]) -> None:
+async def finish_all(awaited: Iterable[Awaitable[T]]) -> list[T]:
     """Wait for every one, also where one of them fails; the first failure surfaces."""
-    for result in await asyncio.gather(*awaited, return_exceptions=True):
-        if isinstance(result, BaseException):
-            raise result
+    tasks = [asyncio.ensure_future(one) for one in awaited]
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return [task.result() for task in tasks]
 
 
 async def close_all(closers: Iterable[Callable[[], Any]]) -> None:

@@ -7,29 +7,25 @@ is called; it checks the product against its Protocol once. `TrainerWorker` is w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from miles_core.columns import Batch
 from miles_core.compatibility import check_lock, check_product
 from miles_core.config.compose import from_tree
-from miles_core.config.schema import is_on
+from miles_core.config.schema import Part, Policy, RunFile, is_on
 from miles_core.contracts.backend import Backend, RoleSpec
-from miles_core.contracts.learning import BoundTerm, Output, TermInfo, UpdateResult
+from miles_core.contracts.learning import BoundTerm, TermInfo, UpdateResult
 from miles_core.contracts.model import ModelSource
+from miles_core.contracts.weights import Manifest, Sender, TensorSpec
 from miles_core.discovery import Catalogue, scan
-from miles_core.errors import CapabilityError
 from miles_core.passes import PHASES
 from miles_core.provider import BuildContext, Place
+from miles_core.records import Version
 from miles_core.seeds import derive
-
-if TYPE_CHECKING:
-    from miles_core.columns import Batch
-    from miles_core.config.schema import Part, Policy, RunFile
-    from miles_core.contracts.weights import Manifest, Sender, TensorSpec
-    from miles_core.records import Array, Version
 
 #: Fields of `algorithm` whose parts are terms whenever their provider is of kind `term`.
 TERM_FIELDS = ("loss", "kl", "entropy", "value", "distill", "corrections")
@@ -49,13 +45,7 @@ class Wiring:
 
     def payload(self, lock: Mapping[str, Any]) -> dict[str, Any]:
         """Plain data from which `wire` makes the same in another process."""
-        sources = {
-            policy: {
-                role: {k: str(v.absolute()) if isinstance(v, Path) else v for k, v in vars(source).items()}
-                for role, source in roles.items()
-            }
-            for policy, roles in self.sources.items()
-        }
+        sources = {p: {role: _plain(source) for role, source in roles.items()} for p, roles in self.sources.items()}
         return {"tree": self.run.tree, "lock": lock, "run_dir": str(self.run_dir), "sources": sources}
 
     def build(self, part: Part, place: Place, **context: Any) -> Any:
@@ -87,35 +77,41 @@ class Wiring:
     def stages(self, policy: Policy) -> dict[str, list[tuple[str, Any]]]:
         """Built stages by field, in the order in which they run. One whose own `coef` is 0 is not built."""
         found: dict[str, list[tuple[str, Any]]] = {}
-        for phase in PHASES:
-            for part in policy.algorithm.many(phase):
-                if part.kind == "stage" and is_on(part):
-                    built = self.build(part, Place.CONTROLLER, policy=policy.name)
-                    found.setdefault(phase, []).append((part.name, built))
+        for phase, part in _chosen(policy, "stage", PHASES):
+            built = self.build(part, Place.CONTROLLER, policy=policy.name)
+            found.setdefault(phase, []).append((part.name, built))
         return found
 
     def terms(self, policy: Policy) -> tuple[BoundTerm, ...]:
         """Built terms of the actor's objective. A term whose coefficient is 0 is not built and needs no role."""
         bound = []
-        for name in TERM_FIELDS:
-            for part in policy.algorithm.many(name):
-                dynamic = name == "corrections"
-                if part.kind != "term" or not is_on(part):
-                    continue
-                term = self.build(part, Place.TRAINER, policy=policy.name)
-                role = "critic" if name == "value" and "critic" in policy.roles else "actor"
-                coef = 1.0 if dynamic else part.core.coef
-                bound.append(BoundTerm(name=part.name, term=term, coef=coef, role=role, dynamic=dynamic))
+        for name, part in _chosen(policy, "term", TERM_FIELDS):
+            term = self.build(part, Place.TRAINER, policy=policy.name)
+            role = "critic" if name == "value" and "critic" in policy.roles else "actor"
+            dynamic = name == "corrections"
+            coef = 1.0 if dynamic else part.core.coef
+            bound.append(BoundTerm(name=part.name, term=term, coef=coef, role=role, dynamic=dynamic))
         return tuple(bound)
+
+
+def _chosen(policy: Policy, kind: str, fields: Sequence[str]) -> list[tuple[str, Part]]:
+    """(field, part) of the policy's algorithm for every part of `kind` that is on, in the order of `fields`."""
+    parts = [(field, part) for field in fields for part in policy.algorithm.many(field)]
+    return [(field, part) for field, part in parts if part.kind == kind and is_on(part)]
+
+
+def _plain(source: ModelSource) -> dict[str, Any]:
+    return {name: str(v.absolute()) if isinstance(v, Path) else v for name, v in vars(source).items()}
+
+
+def _source(plain: Mapping[str, Any]) -> ModelSource:
+    folders = {name: Path(plain[name]) for name in ("folder", "tokenizer_folder") if plain[name]}
+    return ModelSource(**{**plain, **folders})
 
 
 def sources_of(plain: Mapping[str, Any]) -> Sources:
     """The `sources` of a `Wiring.payload`, or of a run's lock."""
-
-    def source(fields: Mapping[str, Any]) -> ModelSource:
-        return ModelSource(**{**fields, **{k: Path(fields[k]) for k in ("folder", "tokenizer_folder") if fields[k]}})
-
-    return {policy: {role: source(fields) for role, fields in roles.items()} for policy, roles in plain.items()}
+    return {policy: {role: _source(fields) for role, fields in roles.items()} for policy, roles in plain.items()}
 
 
 def wire(*, tree: Mapping[str, Any], lock: Mapping[str, Any], run_dir: str, sources: Mapping[str, Any]) -> Wiring:
@@ -171,6 +167,8 @@ class TrainerWorker:
         adapters = {f"{policy}/{name}": spec.adapter for policy, roles in specs.items() for name, spec in roles.items()}
         self.backend: Backend = wiring.build(run.backend, Place.TRAINER, adapters=adapters, **shared)
         self.backend.build(specs, {p.name: run.run.steps * p.schedule.updates_per_step for p in run.policies.values()})
+        self.score, self.blend = self.backend.score, self.backend.blend  # nothing of this rank is added to these
+        self.save, self.load, self.save_model = self.backend.save, self.backend.load, self.backend.save_model
         self._terms = {p.name: wiring.terms(p) for p in run.policies.values()}
         if run.sync is not None:
             export = self.backend.export
@@ -181,46 +179,24 @@ class TrainerWorker:
         """What the controller must know of this policy's terms."""
         return [bound.info for bound in self._terms[policy]]
 
-    def score(self, batch: Batch, outputs: tuple[Output, ...]) -> Mapping[str, Array]:
-        return self.backend.score(batch, outputs)
-
     def update(self, minibatch: Batch) -> UpdateResult:
         return self.backend.update(minibatch, self._terms[minibatch.policy])
-
-    def blend(self, policy: str, dst: str, src: str, decay: float) -> None:
-        self.backend.blend(policy, dst, src, decay)
 
     def specs(self, policy: str) -> list[TensorSpec]:
         """The weight stream's specs, from a dry pass on meta tensors."""
         return [spec for spec, _ in self.backend.export(policy, "full", True)]
 
     def describe(self, policy: str) -> bytes:
-        return self._sender(policy).describe()
+        return self._senders[policy].describe()
 
     def connect(self, policy: str, plan: bytes) -> None:
-        self._sender(policy).connect(plan)
+        self._senders[policy].connect(plan)
 
     def stage(self, version: Version) -> Manifest | None:
-        return self._sender(version.policy).stage(version)
+        return self._senders[version.policy].stage(version)
 
     def carry(self, version: Version) -> None:
-        self._sender(version.policy).carry(version, self._cancelled)
-
-    def _sender(self, policy: str) -> Sender:
-        if policy not in self._senders:
-            raise CapabilityError(
-                f"policy {policy!r} has no weight transport in this run", fix="add a `sync` section to the run file"
-            )
-        return self._senders[policy]
-
-    def save(self, folder: str) -> None:
-        self.backend.save(Path(folder))
-
-    def load(self, folder: str) -> None:
-        self.backend.load(Path(folder))
-
-    def save_model(self, policy: str, folder: str) -> None:
-        self.backend.save_model(policy, Path(folder))
+        self._senders[version.policy].carry(version, self._cancelled)
 
     def close(self) -> None:
         for close in self._wiring.closers():

@@ -65,7 +65,12 @@ class RolloutSink(Protocol):
     """Keeps readable samples of a step (`rollouts/`)."""
 
     def write(
-        self, policy: str, step: int, split: str, groups: Sequence[Group], learnt: Mapping[str, Any] = ...
+        self,
+        policy: str,
+        step: int,
+        split: str,
+        groups: Sequence[Group],
+        learnt: Callable[[str], Mapping[str, float]] = ...,
     ) -> None: ...
 
 

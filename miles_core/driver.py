@@ -36,7 +36,7 @@ OBSERVER = "mend or uninstall the plugin whose `miles_on_…` hook raised, then 
 
 
 #: New objects, less freed ones, after which the garbage collector looks at them while a run goes on.
-COLLECT_AFTER = 20_000
+COLLECT_AFTER = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ baseline unless `excluded_count_in_baseline` is false. `truncated: drop_group` r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -65,7 +65,9 @@ class Learner:
         self.policy = policy
         self.changed = False
         self._penalties = [spec.name for _, stage in stages.get("penalties", ()) for spec in stage.gives]
-        self.learnt: Mapping[str, Mapping[str, float]] = {}  # of the last step, by episode: `measures.by_episode`
+        self.learnt: Callable[[str], Mapping[str, float]] = (
+            lambda episode: {}
+        )  # of the last step: `measures.by_episode`
         self._seed = run_seed
         self._keys = policy.algorithm.keys
         self._stages = stages

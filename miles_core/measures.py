@@ -7,7 +7,7 @@ rejection: mean and maximum of |log w|, k3(π_b‖π_p) = mean(w − 1 − log w
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -58,12 +58,17 @@ def batch_mismatch(batch: Batch) -> dict[str, Metric]:
     return mismatch(columns["proximal_logprobs"], columns["behaviour_logprobs"], mask)
 
 
-def by_episode(batch: Batch, penalties: Sequence[str]) -> dict[str, dict[str, float]]:
-    """What training made of each episode, by id: its penalties, and the mean advantage of what of it was trained."""
+def by_episode(batch: Batch, penalties: Sequence[str]) -> Callable[[str], dict[str, float]]:
+    """What training made of an episode, by its id: its penalties, and the mean advantage of what of it was trained."""
     found = {"advantage": _episode_mean(batch, batch.columns["advantages"])} if "advantages" in batch.columns else {}
     found |= {name: batch.columns[name] for name in penalties}
-    rows = zip(batch.episode_ids, *(values.tolist() for values in found.values()), strict=True)
-    return {id: {k: v for k, v in zip(found, row, strict=True) if math.isfinite(v)} for id, *row in rows}
+    ids = batch.episode_ids
+
+    def of(episode: str) -> dict[str, float]:
+        told = {name: float(values[ids.index(episode)]) for name, values in found.items() if episode in ids}
+        return {name: value for name, value in told.items() if math.isfinite(value)}
+
+    return of
 
 
 def _episode_mean(batch: Batch, values: Array) -> Array:

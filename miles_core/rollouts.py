@@ -11,7 +11,6 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -37,7 +36,7 @@ class Rollouts:
         step: int,
         side: str,
         groups: Sequence[Group],
-        learnt: Mapping[str, Mapping[str, float]] = MappingProxyType({}),
+        learnt: Callable[[str], Mapping[str, float]] = lambda episode: {},
     ) -> None:
         """`side` is `train` or `eval`; `learnt` says what training made of an episode (`Learner.learnt`). Raises
         `TrackerError` where the file cannot be written."""
@@ -45,7 +44,7 @@ class Rollouts:
         shown = [(group, episode) for group in groups[:most] for episode in group.episodes[:EPISODES_A_GROUP]]
         fix = "see the cause with --traceback, mend it, then go on with --resume"
         with blamed(f"samples of step {step} could not be written to {self.folder}", TrackerError, fix):
-            lines = [_ENCODE(_line(g, e, self.text[policy], learnt.get(e.id, {}))) + "\n" for g, e in shown]
+            lines = [_ENCODE(_line(g, e, self.text[policy], learnt(e.id))) + "\n" for g, e in shown]
             _file(self.folder, side, step).write_text("".join(lines), encoding="utf-8")
 
 

@@ -278,12 +278,15 @@ class Sampler:
             answer,
             renderer=policy.renderer,
             sampling=shared.sampling,
-            make_rng=lambda: generator(self._seed, policy.name, "episode", lease.task.id, lease.attempt, member),
+            make_rng=functools.partial(self._rng, lease, member),
             split=shared.split,
             deadline_s=policy.deadline_s,
             scorers=self._scorers,
         )
         return context
+
+    def _rng(self, lease: Lease, member: int) -> np.random.Generator:
+        return generator(self._seed, lease.policy, "episode", lease.task.id, lease.attempt, member)
 
     async def _kept(
         self, shared: _Shared, member: int, playing: Awaitable[Episode], session: Session | None = None

@@ -145,7 +145,7 @@ class Loop:
         self.ledger.trained(name, step, leases, oldest)
         side.changed |= bool(getattr(side.setup.learner, "changed", True))
         if self.rollouts is not None:
-            self.rollouts.write(name, step, "train", groups, getattr(side.setup.learner, "learnt", {}))
+            self.rollouts.write(name, step, "train", groups, getattr(side.setup.learner, "learnt", lambda episode: {}))
         if side.demonstrations or side.book.consumed % schedule.publish_every == 0:
             await self._publish(side)
         self._admit(side)

@@ -199,28 +199,26 @@ class Catalogue:
 
     def _refused(self, entry: Entry) -> tuple[str, MilesError] | None:
         """Why an entry of a known kind is not loaded: in short, and as the error."""
-        kind, ours = entry.kind, API_VERSIONS[entry.kind]
-        if entry.major != ours:
-            return f"API v{entry.major}, core speaks v{ours}", IncompatiblePluginError(
-                f"{entry} targets {kind} API v{entry.major}; miles-core {__version__} speaks v{ours}",
-                fix=f"install a release of {entry.distribution} for {kind} API v{ours}"
-                + (f", or upgrade {CORE}" if entry.major > ours else ""),
-            )
+        kind, ours, core = entry.kind, API_VERSIONS[entry.kind], f"{CORE} {__version__}"
         rivals = [e for e in self.entries(kind) if (e.name, e.major) == (entry.name, ours)]
-        if len({e.distribution for e in rivals}) > 1:
+        error: type[MilesError] = IncompatiblePluginError
+        if entry.major != ours:
+            short = f"API v{entry.major}, core speaks v{ours}"
+            message = f"{entry} targets {kind} API v{entry.major}; {core} speaks v{ours}"
+            fix = f"install a release of {entry.distribution} for {kind} API v{ours}"
+            fix += f", or upgrade {CORE}" if entry.major > ours else ""
+        elif len({e.distribution for e in rivals}) > 1:
+            error, short = AmbiguousPluginError, f"name clash: {', '.join(e.distribution for e in rivals)}"
             both = " and ".join(f"{e.distribution} {e.version}" for e in rivals)
-            return f"name clash: {', '.join(e.distribution for e in rivals)}", AmbiguousPluginError(
-                f"two distributions offer the {kind} plugin {entry.name!r}: {both}",
-                fix=f"uninstall one of them, e.g. pip uninstall {rivals[-1].distribution}",
-            )
-        wanted = f"miles-core{entry.requires_core}"
-        if not self._in_range(entry):
-            return f"needs {wanted}", IncompatiblePluginError(
-                f"{entry} needs {wanted}; miles-core {__version__} is installed",
-                fix=f"pip install '{wanted}', or install a release of {entry.distribution} that takes miles-core "
-                f"{__version__}",
-            )
-        return None
+            message = f"two distributions offer the {kind} plugin {entry.name!r}: {both}"
+            fix = f"uninstall one of them, e.g. pip uninstall {rivals[-1].distribution}"
+        elif not self._in_range(entry):
+            wanted = f"{CORE}{entry.requires_core}"
+            short, message = f"needs {wanted}", f"{entry} needs {wanted}; {core} is installed"
+            fix = f"pip install '{wanted}', or install a release of {entry.distribution} that takes {core}"
+        else:
+            return None
+        return short, error(message, fix=fix)
 
     def load(self, kind: str, name: str) -> Loaded:
         """Import the module that offers `name`, and nothing else.
@@ -363,9 +361,8 @@ def _install_line(entry: Entry, error: BaseException) -> str:
 
 def _hook_fix(said: str) -> str:
     """What would fit, from what pluggy says of a hook implementation."""
-    known = {name: spec for name, spec in vars(hookspecs).items() if name.startswith("miles_")}
     hook = (re.search(r"hook '(\w+)'", said) or ["", ""])[1]
-    if hook in known:
-        return f"the hook is {hook}({', '.join(inspect.signature(known[hook]).parameters)}); take any of these"
-    similar = close(hook, known)
+    if spec := getattr(hookspecs, hook, None):
+        return f"the hook is {hook}({', '.join(inspect.signature(spec).parameters)}); take any of these"
+    similar = close(hook, (name for name in vars(hookspecs) if name.startswith("miles_")))
     return f"name it {similar}, if that was meant" if similar else "remove it; miles_core/hookspecs.py lists every hook"

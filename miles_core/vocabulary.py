@@ -23,25 +23,18 @@ def check_vocabulary(actor: ModelSource, other: ModelSource, what: str) -> None:
     It may know more of them. Sizes are compared only where a tokenizer is missing: models of one family are padded
     differently.
     """
-    ours, theirs = _tokens(actor), _tokens(other)
-    fix = f"give {what} a model with the actor's tokenizer"
+    ours, theirs, wrong = _tokens(actor), _tokens(other), ""
+    first, second = f"the actor ({actor.asked})", f"{what} ({other.asked})"
     if ours is None or theirs is None:
         sizes = vocabulary_size(actor), vocabulary_size(other)
         if None not in sizes and sizes[0] != sizes[1]:
-            raise ModelSourceError(
-                f"{what} ({other.asked}) has {sizes[1]} tokens in its vocabulary, the actor ({actor.asked}) has "
-                f"{sizes[0]}",
-                fix=fix,
-            )
-        return
-    for index, token in ours.items():
-        if theirs.get(index) != token:
-            found = repr(theirs[index]) if index in theirs else "no token"
-            raise ModelSourceError(
-                f"token {index} is {token!r} to the actor ({actor.asked}) and {found} to {what} ({other.asked}): their "
-                "vocabularies differ",
-                fix=fix,
-            )
+            wrong = f"{second} has {sizes[1]} tokens in its vocabulary, {first} has {sizes[0]}"
+    elif differing := [index for index, token in ours.items() if theirs.get(index) != token]:
+        one = differing[0]
+        found = repr(theirs[one]) if one in theirs else "no token"
+        wrong = f"token {one} is {ours[one]!r} to {first} and {found} to {second}: their vocabularies differ"
+    if wrong:
+        raise ModelSourceError(wrong, fix=f"give {what} a model with the actor's tokenizer")
 
 
 def _tokens(source: ModelSource) -> dict[int, str] | None:

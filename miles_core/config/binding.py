@@ -104,7 +104,7 @@ def check_keys(path: str, keys: Iterable[str], known: Sequence[str]) -> None:
 
 def convert(hint: Any, value: Any, path: str) -> Any:
     """`value` as `hint` types it; `ConfigTypeError` at `path` where it does not fit."""
-    origin, args = typing.get_origin(hint) or hint, typing.get_args(hint)
+    origin, args, choices = typing.get_origin(hint) or hint, typing.get_args(hint), _choices(hint)
     if hint is Any:
         return value
     if dataclasses.is_dataclass(hint):
@@ -119,15 +119,10 @@ def convert(hint: Any, value: Any, path: str) -> Any:
             except ConfigTypeError:
                 if len(options) == 1:
                     raise
-    elif choices := _choices(hint):
+    elif choices:
         for word, meant in choices.items():
             if value == word and type(value) is type(word):
                 return meant
-        words = [str(word) for word in choices]
-        raise ConfigTypeError(
-            f"{path} is {show(value)}; it must be one of: {', '.join(words)}",
-            fix=f"write {path}: {close(str(value), words) or words[0]}",
-        )
     elif origin in _LISTS and isinstance(value, list | tuple):
         items = [convert((args or [Any])[0], item, f"{path}[{i}]") for i, item in enumerate(value)]
         return items if origin is list else tuple(items)
@@ -140,9 +135,11 @@ def convert(hint: Any, value: Any, path: str) -> Any:
             f"{path} is annotated {annotation(hint)}, which a config cannot hold",
             fix="use bool, int, float, str, Path, enums, Literal, list, tuple[T, ...], dict[str, T] or dataclasses",
         )
-    asked = annotation(hint)
+    asked, words = annotation(hint), [str(word) for word in choices]
     fix = f"write {'an' if asked[0] in 'aeiou' else 'a'} {asked}"
-    if asked == "str" and type(value) in (int, float, bool):
+    if words:
+        fix = f"write {path}: {close(str(value), words) or words[0]}"
+    elif asked == "str" and type(value) in (int, float, bool):
         fix = f'quote it: "{value}"'
     raise ConfigTypeError(f"{path} is {show(value)}; it must be {asked}", fix=fix)
 

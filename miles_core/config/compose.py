@@ -12,11 +12,11 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from miles_core.config import rules
 from miles_core.config.binder import Binder
-from miles_core.config.binding import bind
+from miles_core.config.binding import bind, join
 from miles_core.config.layers import ALGORITHM_KEYS, Tree, layer, merge, sections, unwrap, use_of
 from miles_core.config.reading import read_origins, read_overrides, read_yaml
+from miles_core.config.rules import violations
 from miles_core.config.schema import RunFile
 from miles_core.discovery import Catalogue, scan
 from miles_core.errors import ConfigError, PluginContractError, blamed
@@ -46,10 +46,7 @@ def load(
             break
         spoken.append(waiting[0])
         layers.append(layer(_on_config(draft, waiting[0], catalogue), f"extension {waiting[0]}"))
-    run_file = Binder(catalogue).run_file(draft)
-    if check:
-        rules.check(run_file, catalogue)
-    return run_file
+    return _bound(draft, catalogue, check=check)
 
 
 def from_tree(
@@ -63,9 +60,7 @@ def from_tree(
     catalogue = catalogue or scan()
     commands = [layer(tree, "command line") for tree in read_overrides(overrides)]
     draft = reduce(merge, [layer(tree, "resolved", origins), *commands])
-    run_file = Binder(catalogue).run_file(draft)
-    rules.check(run_file, catalogue)
-    return run_file
+    return _bound(draft, catalogue)
 
 
 def reload(run_dir: Path, overrides: Sequence[str] = (), *, catalogue: Catalogue | None = None) -> RunFile:
@@ -74,13 +69,20 @@ def reload(run_dir: Path, overrides: Sequence[str] = (), *, catalogue: Catalogue
     return from_tree(read_yaml(file), catalogue, read_origins(file), overrides)
 
 
-def _with_presets(draft: Tree, catalogue: Catalogue, prefix: str = "") -> Tree:
+def _bound(draft: Tree, catalogue: Catalogue, *, check: bool = True) -> RunFile:
+    run_file = Binder(catalogue).run_file(draft)
+    for error in violations(run_file, catalogue) if check else ():
+        raise error
+    return run_file
+
+
+def _with_presets(draft: Tree, catalogue: Catalogue, at: str = "") -> Tree:
     """The draft with every policy's preset expanded beneath what the file says."""
     draft = dict(draft)
     if isinstance(section := draft.get("algorithm"), dict):
-        draft["algorithm"] = _over_preset(section, f"{prefix}algorithm", catalogue, ())
+        draft["algorithm"] = _over_preset(section, join(at, "algorithm"), catalogue, ())
     if policies := sections(draft, "policies"):
-        full = {name: _with_presets(policy, catalogue, f"policies.{name}.") for name, policy in policies.items()}
+        full = {name: _with_presets(policy, catalogue, f"policies.{name}") for name, policy in policies.items()}
         draft["policies"] = {**draft["policies"], **full}
     return draft
 
@@ -102,15 +104,15 @@ def _over_preset(section: Tree, path: str, catalogue: Catalogue, above: tuple[st
             f"the preset {name!r} gives {', '.join(map(repr, stray))}; a preset gives a mapping of `algorithm` keys",
             fix=f"give only: {', '.join(sorted(ALGORITHM_KEYS))}",
         )
-    below = layer(built, f"preset {name}", path=("algorithm",))
+    below = layer(built, f"preset {name}", path=path)
     below = _over_preset(below, path, catalogue, (*above, name))
     below.pop("use", None)
-    return merge(below, section, ("algorithm",), keep_core=False)
+    return merge(below, section, path, keep_core=False)
 
 
 def _on_config(draft: Tree, name: str, catalogue: Catalogue) -> Mapping[str, Any]:
     """What the extension `name` changes. It is built in the controller, before there is a run file."""
-    part = Binder(catalogue).part(("extensions", name), sections(draft, "extensions")[name])
+    part = Binder(catalogue).part(f"extensions.{name}", sections(draft, "extensions")[name])
     extension = catalogue.load("extension", part.use).build_early(part.options, name)
     plain = unwrap(draft)
     fix = "see where with --traceback, then mend or leave out that extension"

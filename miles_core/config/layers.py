@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from miles_core.config.binding import fields_of, join, show
 from miles_core.config.schema import PART_FIELDS, SECTIONS, AlgorithmKeys, TermKeys
@@ -37,8 +37,6 @@ _KEPT = {kind: frozenset(fields_of(keys)) for kind, keys in CORE_KEYS.items()} |
 
 _NAME = re.compile(r"[A-Za-z0-9_][\w-]*")
 
-At = tuple[str, ...]  # the keys on the way to a value
-
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
@@ -51,11 +49,12 @@ class Leaf:
 Tree = dict[str, Any]  # str -> Tree | Leaf
 
 
-def wrap(value: Any, origin: str, origins: Mapping[str, str] | None = None, path: str = "") -> Any:
-    """Plain data as a tree of leaves; `origins` by dotted path, where known, instead of `origin`."""
-    if isinstance(value, Mapping) and value:
-        return {str(k): wrap(v, origin, origins, join(path, str(k))) for k, v in value.items()}
-    return Leaf({} if isinstance(value, Mapping) else value, (origins or {}).get(path, origin))
+class Shape(NamedTuple):
+    """What may stand at a path: the kinds of plugin (none where no part stands), a map of sections, any section."""
+
+    kinds: tuple[str, ...]
+    is_map: bool
+    is_section: bool
 
 
 def unwrap(tree: Any) -> Any:
@@ -82,79 +81,60 @@ def use_of(section: Tree) -> str | None:
     return use.value if isinstance(use, Leaf) else None
 
 
-def _shape(path: At) -> tuple[tuple[str, ...], bool, At]:
-    """Kinds and plural of the section, or field of `algorithm`, that holds `path`, and the keys of `path` within it."""
-    table, path = SHAPES, path[2:] if len(path) > 2 and path[0] == "policies" else path
-    if len(path) > 1 and path[0] == "algorithm":
-        table, path = PART_FIELDS, path[1:]
-    return (*table[path[0]], path[1:]) if path and path[0] in table else ((), False, path)
+def shape(path: str) -> Shape:
+    """What may stand at a dotted path."""
+    table, keys = SHAPES, path.split(".")
+    if keys[0] == "policies" and len(keys) > 2:
+        keys = keys[2:]
+    if keys[0] == "algorithm" and len(keys) > 1:
+        table, keys = PART_FIELDS, keys[1:]
+    if keys[0] not in table:
+        return Shape((), False, False)
+    (kinds, plural), within = table[keys[0]], len(keys) - 1
+    return Shape(kinds if within == plural else (), plural and not within, within <= plural)
 
 
-def kinds_at(path: At) -> tuple[str, ...]:
-    """The kinds of plugin that may stand at `path`; empty where no part stands."""
-    kinds, plural, within = _shape(path)
-    return kinds if len(within) == plural else ()
-
-
-def is_map(path: At) -> bool:
-    """Whether what stands at `path` is an ordered map of sections, whose keys are names."""
-    _, plural, within = _shape(path)
-    return plural and not within
-
-
-def _is_section(path: At) -> bool:
-    _, plural, within = _shape(path)
-    return len(within) <= plural
-
-
-def layer(values: Any, origin: str, origins: Mapping[str, str] | None = None, path: At = ()) -> Tree:
-    """One layer of the run file, or of its section at `path`, from plain data."""
-    tree = wrap(values, origin, origins)
-    return expand(tree, path) if isinstance(tree, dict) else {}
-
-
-def expand(tree: Tree, path: At = ()) -> Tree:
-    """The tree with every section in full: `loss: clip` becomes `loss: {use: clip}`.
+def layer(values: Mapping[str, Any], origin: str, origins: Mapping[str, str] | None = None, path: str = "") -> Tree:
+    """One layer of the run file, or of its section at `path`, from plain data, with every section in full: `loss: clip`
+    becomes `loss: {use: clip}`. `origins` by dotted path, where known, instead of `origin`.
 
     Raises `ConfigTypeError` where another value stands in place of a section, `ConfigError` for a strange name.
     """
     out: Tree = {}
-    for key, value in tree.items():
-        at = (*path, key)
-        if is_map(path) and not _NAME.fullmatch(key):
-            raise ConfigError(f"{'.'.join(path)}.{key!r} is no instance name", fix="use letters, digits, _ and -")
-        if key == "use" and kinds_at(path) and not isinstance(found := unwrap(value), str | None):
-            raise ConfigTypeError(f"{'.'.join(at)} is {show(found)}; it must be a plugin's name", fix="name one plugin")
-        if isinstance(value, dict):
-            out[key] = expand(value, at)
-        elif value.value is None or not _is_section(at):
-            out[key] = value
-        elif value.value == {}:
-            out[key] = {}
-        elif kinds_at(at) and isinstance(value.value, str):
-            out[key] = {"use": value}
+    for key, value in ((str(key), value) for key, value in values.items()):
+        at = join(path, key)
+        above, here, leaf = shape(path), shape(at), Leaf(value, (origins or {}).get(at, origin))
+        if above.is_map and not _NAME.fullmatch(key):
+            raise ConfigError(f"{path}.{key!r} is no instance name", fix="use letters, digits, _ and -")
+        if above.kinds and key == "use" and not isinstance(value, str | None):
+            raise ConfigTypeError(f"{at} is {show(value)}; it must be a plugin's name", fix="name one plugin")
+        if isinstance(value, Mapping) and (value or here.is_section):
+            out[key] = layer(value, origin, origins, at)
+        elif value is None or not here.is_section:
+            out[key] = leaf
+        elif here.kinds and isinstance(value, str):
+            out[key] = {"use": leaf}
         else:
-            wanted, example = (" from names to sections", "name: {…}") if is_map(at) else ("", "key: value")
+            wanted, example = (" from names to sections", "name: {…}") if here.is_map else ("", "key: value")
             raise ConfigTypeError(
-                f"{'.'.join(at)} is {show(value.value)}; it must be a mapping{wanted}",
-                fix=f"write {'.'.join(at)}: {{{example}}}",
+                f"{at} is {show(value)}; it must be a mapping{wanted}", fix=f"write {at}: {{{example}}}"
             )
     return out
 
 
-def merge(low: Tree, high: Tree, path: At = (), *, keep_core: bool = True) -> Tree:
+def merge(low: Tree, high: Tree, path: str = "", *, keep_core: bool = True) -> Tree:
     """`high` over `low`. `keep_core`: a change of plugin keeps core's keys of the lower layer (not over a preset)."""
     out = dict(low)
     for key, value in high.items():
-        at, below = (*path, key), low.get(key)
+        at, below = join(path, key), low.get(key)
         if not isinstance(value, dict):
             out[key] = value
             continue
         if not isinstance(below, dict):
             below = {}
-        old = use_of(below) or (key if is_map(path) else None)
-        if kinds_at(at) and old is not None and (use_of(value) or old) != old:
-            kept = {key for kind in kinds_at(at) for key in _KEPT.get(kind, ()) if keep_core}
+        kinds, old = shape(at).kinds, use_of(below) or (key if shape(path).is_map else None)
+        if kinds and old is not None and (use_of(value) or old) != old:
+            kept = {key for kind in kinds for key in _KEPT.get(kind, ()) if keep_core}
             below = {k: v for k, v in below.items() if k in kept}
         out[key] = merge(below, value, at, keep_core=keep_core)
     return out

@@ -1,6 +1,6 @@
 """Values that are fine alone and mean nothing together.
 
-`violations` finds them all (for `miles plan`), `check` raises the first. Names such as `group` carry the exact meaning
+`violations` finds them all; a run is refused for the first. Names such as `group` carry the exact meaning
 of the numerics reference, so that rules may speak of them. A part of any name says what it needs of the run file by the
 requirements of its provider:
 
@@ -28,12 +28,6 @@ GROUP_BASELINES = ("group", "leave_one_out", "centred")
 
 #: What is wrong with a combination, and the fix.
 Wrong = Iterator[tuple[str, str]]
-
-
-def check(run_file: RunFile, catalogue: Catalogue) -> None:
-    """Raise the first violation."""
-    for error in violations(run_file, catalogue):
-        raise error
 
 
 def violations(run_file: RunFile, catalogue: Catalogue) -> Iterator[MilesError]:
@@ -110,16 +104,12 @@ def _schedule(policy: Policy, run_file: RunFile, catalogue: Catalogue) -> Wrong:
         if s.max_staleness != 0:
             yield f"{lag}, but demonstrations are not sampled and cannot be stale", "write 0"
     elif s.max_staleness > 0 and s.off_policy is OffPolicy.corrected and not policy.algorithm.many("corrections"):
-        corrections = (loaded.provider for loaded in catalogue.loadable("stage", "term"))
-        known = [p.name for p in corrections if p.field == "correction"]
+        providers = [loaded.provider for loaded in catalogue.loadable("stage", "term")]
+        known = ", ".join(p.name for p in providers if p.field == "correction")
+        more = f", or add a correction to {join(policy.at, 'algorithm.corrections')}: {known}" if known else ""
         yield (
             f"{lag} (asynchronous), and algorithm.corrections names no off-policy correction",
-            f"write {at}.off_policy=uncorrected, or {at}.max_staleness=0"
-            + (
-                f", or add a correction to {join(policy.at, 'algorithm.corrections')}: {', '.join(known)}"
-                if known
-                else ""
-            ),
+            f"write {at}.off_policy=uncorrected, or {at}.max_staleness=0{more}",
         )
 
 

@@ -83,27 +83,22 @@ def _run(asked: str, base: Path | None) -> tuple[Path | None, int | None]:
 
 def _folder(asked: str, path: Path | None, base: Path | None, catalogue: Catalogue) -> Path | None:
     """The local folder that `asked` names; `None` for what may be a hub id. Raises `ModelSourceError` for neither."""
-    what = f"model.source {asked!r}"
+    if path is not None and (path / "config.json").is_file():
+        return path
     if path is not None and path.is_dir():
-        if (path / "config.json").is_file():
-            return path
         holds = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
-        raise ModelSourceError(
-            f"{what} is a folder without config.json (it holds: {holds})",
-            fix="name a Hugging Face folder, or a run folder that `miles run` made",
-        )
-    if path is not None:
+        wrong = f"is a folder without config.json (it holds: {holds})"
+        fix = "name a Hugging Face folder, or a run folder that `miles run` made"
+    elif path is not None:
         known = ", ".join(n for n in catalogue.names("model") if n.startswith(".")) or "none"
-        raise ModelSourceError(
-            f"{what} is a file; suffixes that installed plugins resolve: {known}",
-            fix=f"install a model plugin that resolves {path.suffix or 'such'} files, or name a Hugging Face folder",
-        )
-    if not _HUB_ID.fullmatch(asked) or _existing(asked.split("/")[0], base) is not None or asked.startswith("runs/"):
-        raise ModelSourceError(
-            f"{what} does not exist (looked at {', '.join(str(p) for p in _places(asked, base))})",
-            fix="name an existing Hugging Face folder or run folder; a run that was not started yet has none",
-        )
-    return None
+        wrong = f"is a file; suffixes that installed plugins resolve: {known}"
+        fix = f"install a model plugin that resolves {path.suffix or 'such'} files, or name a Hugging Face folder"
+    elif not _HUB_ID.fullmatch(asked) or asked.startswith("runs/") or _existing(asked.split("/")[0], base) is not None:
+        wrong = f"does not exist (looked at {', '.join(map(str, _places(asked, base)))})"
+        fix = "name an existing Hugging Face folder or run folder; a run that was not started yet has none"
+    else:
+        return None
+    raise ModelSourceError(f"model.source {asked!r} {wrong}", fix=fix)
 
 
 def _places(asked: str, base: Path | None) -> list[Path]:
@@ -150,14 +145,13 @@ def _with_tokenizer(source: ModelSource, asked: str | None, base: Path | None, c
     folder = source.folder if asked is None else _existing(asked, base)
     if folder is not None and (folder / "tokenizer.json").is_file():
         return replace(source, tokenizer_folder=folder)
-    if asked is None:
-        raise ModelSourceError(
-            f"model.source {source.asked!r} has no tokenizer.json", fix="add model.tokenizer: a folder that has one"
+    if asked in catalogue.names("tokenizer"):
+        return source
+    wrong, fix = f"model.source {source.asked!r} has no tokenizer.json", "add model.tokenizer: a folder that has one"
+    if asked is not None:
+        built_in = catalogue.installed("tokenizer")
+        wrong = (
+            f"model.tokenizer {asked!r} is neither a built-in tokenizer ({built_in}) nor a folder with tokenizer.json"
         )
-    if asked not in catalogue.names("tokenizer"):
-        raise ModelSourceError(
-            f"model.tokenizer {asked!r} is neither a built-in tokenizer ({catalogue.installed('tokenizer')}) nor a "
-            "folder with tokenizer.json",
-            fix="name one of them",
-        )
-    return source
+        fix = "name one of them"
+    raise ModelSourceError(wrong, fix=fix)

@@ -239,23 +239,59 @@ def whitened(rows: Rows, x: torch.Tensor) -> torch.Tensor:
 # --- the objective --------------------------------------------------------------------------------------------------
 
 
-def aggregate(x: torch.Tensor, rows: Rows, at: np.ndarray, how: str, length: int | None) -> torch.Tensor:
-    """agg(x) over the minibatch whose rows are `at` (bool). Its episodes count even where they have no row."""
-    m, b = rows.trainable, rows.minibatch_episodes
-    picked = torch.where(m, x, 0.0)[torch.from_numpy(at)]
-    counts = m[torch.from_numpy(at)].sum(1)
-    if how == "token_mean":
+def aggregate(x: torch.Tensor, rows: Rows, at: np.ndarray, recipe: "Recipe", kept=None) -> torch.Tensor:
+    """agg(x) over the minibatch whose rows are `at` (bool). Its episodes count even where they have no row. `kept` is m
+    without what was rejected: numerators lose the rest, denominators only where the run says so."""
+    here = torch.from_numpy(at)
+    kept = rows.trainable if kept is None else kept
+    picked = torch.where(kept, x, 0.0)[here]
+    counts = (kept if recipe.reject_denominator else rows.trainable)[here].sum(1)
+    if recipe.how == "token_mean":
         return picked.sum() / counts.sum()
-    if how == "constant":
-        return picked.sum() / (b * length)
-    if how == "episode_sum":
-        return picked.sum() / b
+    if recipe.how == "constant":
+        return picked.sum() / (rows.minibatch_episodes * recipe.length)
+    if recipe.how == "episode_sum":
+        return picked.sum() / rows.minibatch_episodes
     total = 0.0
     for episode in set(rows.episode[at].tolist()):
         own = torch.from_numpy(rows.episode[at] == episode)
         if counts[own].sum():
             total = total + picked[own].sum() / counts[own].sum()
-    return total / b
+    return total / rows.minibatch_episodes
+
+
+# --- corrections: of log w = π_p − π_b and m, the weight and what is rejected ---------------------------------------
+
+
+def per_row(x: torch.Tensor, m: torch.Tensor, mean: bool) -> torch.Tensor:
+    total = torch.where(m, x, 0.0).sum(1)
+    return (total / m.sum(1).clamp(min=1) if mean else total)[:, None].expand_as(x)
+
+
+def tis(high: float):
+    return lambda log_w, m: (log_w.exp().clamp(0, high), torch.zeros_like(m))
+
+
+def icepop(low: float, high: float):
+    def correct(log_w, m):
+        w = log_w.exp()
+        return torch.where((w >= low) & (w <= high), w, 0.0), torch.zeros_like(m)
+
+    return correct
+
+
+def mis(high: float, most: float, veto: float):
+    """Mode clip at level sequence, rejection by the geometric mean, a veto, a mean weight of 1 over trajectories."""
+
+    def correct(log_w, m):
+        w = per_row(log_w, m, mean=False).exp().clamp(1 / high, high)
+        geometric = per_row(log_w, m, mean=True).exp()
+        vetoed = (m & (log_w.exp() < veto)).any(1, keepdim=True).expand_as(m)
+        rejected = (geometric > most) | (geometric < 1 / most) | vetoed
+        mean = torch.stack([w[row, 0] for row in range(len(w)) if (m & ~rejected)[row].any()]).mean()
+        return w / mean, rejected
+
+    return correct
 
 
 def policy_term(loss: str, rho: torch.Tensor, a: torch.Tensor, pi: torch.Tensor, lo: float, hi: float) -> torch.Tensor:
@@ -288,6 +324,10 @@ class Recipe:
     gamma: float = 1.0
     lam: float = 1.0
     bootstrap: bool = False
+    correct: object = None
+    bypass: bool = False
+    opsm: float | None = None
+    reject_denominator: bool = False
 
 
 PRESETS = {
@@ -339,9 +379,14 @@ def retrain(run: Path, base: Path, recipe: Recipe, policy, steps: int) -> tuple[
         if recipe.whiten:
             a = whitened(rows, a)
         log_w = (proximal - rows.behaviour)[m]
+        weight, kept = torch.ones_like(a), m
+        if recipe.correct is not None:
+            weight, rejected = recipe.correct(torch.where(m, proximal - rows.behaviour, 0.0), m)
+            kept = m & ~rejected
+        proximal = rows.behaviour if recipe.bypass else proximal
         line = {"loss": 0.0, "grad_norm": 0.0, "critic.loss": 0.0, "clip/clip_low": 0.0, "clip/clip_high": 0.0}
-        line |= {"mismatch/k3": float((log_w.exp() - 1 - log_w).sum()), "updates": 0}
-        line["reward"] = float(np.nansum(reward))
+        line |= {"mismatch/k3": float((log_w.exp() - 1 - log_w).sum()), "updates": 0, "opsm/masked": 0.0}
+        line |= {"reward": float(np.nansum(reward)), "rejected": int((m & ~kept).sum()), "trainable": int(m.sum())}
         first, cuts = 0, []
         for left in range(min(updates, len(groups)), 0, -1):  # runs of whole groups, sizes differing by at most one
             size = -(-(len(groups) - first) // left)
@@ -357,24 +402,27 @@ def retrain(run: Path, base: Path, recipe: Recipe, policy, steps: int) -> tuple[
             if recipe.sequence:
                 log_ratio = (log_ratio.sum(1) / m.sum(1).clamp(min=1))[:, None].expand_as(log_ratio)
             rho = log_ratio.exp()
-            loss = aggregate(
-                policy_term(recipe.loss, rho, a, pi, recipe.lo, recipe.hi), rows, at, recipe.how, recipe.length
-            )
+            policy_loss = weight * policy_term(recipe.loss, rho, a, pi, recipe.lo, recipe.hi)
+            inside = m & torch.from_numpy(at)[:, None]
+            if recipe.opsm is not None:
+                left = per_row((rows.behaviour - pi).detach(), m, mean=True) > recipe.opsm
+                policy_loss = torch.where(left & (a < 0), 0.0, policy_loss)
+                line["opsm/masked"] += int((left & (a < 0) & inside).sum())
+            loss = aggregate(policy_loss, rows, at, recipe, kept)
             d = pi - behind
-            loss = loss + recipe.kl * aggregate((-d).exp() - 1 + d, rows, at, recipe.how, recipe.length)
-            loss = loss - recipe.entropy * aggregate(entropy, rows, at, recipe.how, recipe.length)
+            loss = loss + recipe.kl * aggregate((-d).exp() - 1 + d, rows, at, recipe, kept)
+            loss = loss - recipe.entropy * aggregate(entropy, rows, at, recipe, kept)
             loss.backward()
             line["loss"] += loss.item()
             line["grad_norm"] += actor.step()
             line["updates"] += 1
-            inside = m & torch.from_numpy(at)[:, None]
-            line["clip/clip_low"] += int(((rho < 1 - recipe.lo) & (a < 0) & inside).sum())
-            line["clip/clip_high"] += int(((rho > 1 + recipe.hi) & (a > 0) & inside).sum())
+            line["clip/clip_low"] += int(((rho < 1 - recipe.lo) & (a < 0) & inside & kept).sum())
+            line["clip/clip_high"] += int(((rho > 1 + recipe.hi) & (a > 0) & inside & kept).sum())
             if critic is not None:
                 v = before(critic.values(rows))
                 held = old + (v - old).clamp(-0.2, 0.2)
                 error = torch.maximum((v - target) ** 2, (held - target) ** 2)
-                value = 0.5 * aggregate(error, rows, at, recipe.how, recipe.length)
+                value = 0.5 * aggregate(error, rows, at, recipe)
                 value.backward()
                 line["critic.loss"] += value.item()
                 critic.step()

@@ -87,8 +87,7 @@ class Controller:
                 ranks, gpus = run.backend.core.ranks, run.backend.core.gpus_per_rank
                 spec = _spec(prepared, Place.TRAINER, "miles_core.wiring:trainer_worker", ranks, gpus)
                 trainer = await launcher.start(spec)
-                judges = await _judges(prepared)
-                policies = [await _policy(prepared, p, Trainer(trainer), judges) for p in run.policies.values()]
+                policies = [await _policy(prepared, policy, Trainer(trainer)) for policy in run.policies.values()]
                 pool = _pool(wiring, parts, Place.CONTROLLER, on_event, {})
                 await pool.start(START_TIMEOUT_S)
                 remote = await _remote_sampler(prepared, launcher, pool)
@@ -131,26 +130,25 @@ def _spec(prepared: Prepared, place: Place, factory: str, count: int, gpus: floa
     return WorkerSpec(place=place, factory=factory, count=count, payload=payload, threads=threads, gpus=gpus)
 
 
-async def _judges(prepared: Prepared) -> dict[str, Judge]:
-    """Roles that engines hold, by the engine's name."""
+async def _judges(prepared: Prepared, policy: Policy) -> dict[str, Judge]:
+    """Roles of the policy that engines hold, by the engine's name."""
     wiring, judges = prepared.wiring, dict[str, Judge]()
-    for policy in wiring.run.policies.values():
-        for name, role in policy.roles.items():
-            if part := wiring.run.judges.get(role.engine):
-                source = wiring.sources[policy.name][name]
-                renderer = prepared.parts.sampling[policy.name].renderer
-                engine = wiring.build(part, Place.CONTROLLER, policy=policy.name, model=source, renderer=renderer)
-                version = Version(policy=policy.name, lineage=0, number=0)
-                judges[part.name] = Judge(engine, name, source, version, policy.schedule.stall_deadline_s)
-                await judges[part.name].start()
+    for name, role in policy.roles.items():
+        if part := wiring.run.judges.get(role.engine):
+            source = wiring.sources[policy.name][name]
+            renderer = prepared.parts.sampling[policy.name].renderer
+            engine = wiring.build(part, Place.CONTROLLER, policy=policy.name, model=source, renderer=renderer)
+            version = Version(policy=policy.name, lineage=0, number=0)
+            judges[part.name] = Judge(engine, name, source, version, policy.schedule.stall_deadline_s)
+            await judges[part.name].start()
     return judges
 
 
-async def _policy(prepared: Prepared, policy: Policy, trainer: Trainer, judges: Mapping[str, Judge]) -> PolicySetup:
+async def _policy(prepared: Prepared, policy: Policy, trainer: Trainer) -> PolicySetup:
     """One policy with its learner and its tasks, as the loop needs it."""
     run, parts, part = prepared.wiring.run, prepared.parts, prepared.parts.sampling[policy.name]
     terms = (await trainer.workers.call("declare", policy.name, timeout_s=START_TIMEOUT_S))[0]
-    sampling = sampling_of(run)
+    judges, sampling = await _judges(prepared, policy), sampling_of(run)
     learner = Learner(
         policy,
         run.run.seed,
@@ -161,9 +159,8 @@ async def _policy(prepared: Prepared, policy: Policy, trainer: Trainer, judges: 
         max_new_tokens=None if sampling is None else sampling.max_new_tokens,
         scorers={**parts.scorers, **judges},
     )
-    for output in learner.outputs:
-        if judge := judges.get(getattr(policy.roles.get(output.role), "engine", "")):
-            judge.k = max(judge.k, output.k)
+    for judge in judges.values():
+        judge.k = max((output.k for output in learner.outputs if output.role == judge.role), default=0)
     tasks = TaskFeed(
         {key: env.tasks("train") for key, env in part.envs.items()},
         {key: env.tasks("eval") for key, env in part.envs.items() if "eval" in env.task_splits},
@@ -216,8 +213,7 @@ def _pool(wiring: Wiring, parts: Parts, place: Place, on_event: OnEvent | None, 
     first = next(iter(run.policies))
     engines: dict[str, Engine] = {}
     for part in run.engines.values():
-        loaded = wiring.catalogue.load(part.kind, part.use)
-        if len(run.policies) > 1 and "policies" not in loaded.provider.offered(part.options):
+        if len(run.policies) > 1 and "policies" not in wiring.catalogue.offered(part):
             raise CombinationError(
                 f"engine {part.name!r} ({part.use}) serves one policy; the run has {list(run.policies)}",
                 fix="choose an engine that offers `policies`, or train one policy a run",

@@ -31,7 +31,7 @@ class Judge:
                 fix=f"give roles.{role}.source a folder, a run, or what a resolver turns into a folder",
             )
         self._engine, self._folder, self._version, self._deadline_s = engine, source.folder, version, deadline_s
-        self.k = 0
+        self.role, self.k = role, 0
 
     async def start(self) -> None:
         await self._engine.start()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,7 @@ class Passes:
         scorers: Mapping[str, Scorer],
     ) -> None:
         self._policy = policy
+        self._refused = partial(refused, policy)
         self._scorers = scorers
         self._by = {name: role.held_by for name, role in policy.roles.items() if role.held_by}
         self._by |= {name: name for name in scorers if name not in policy.roles}
@@ -86,8 +88,7 @@ class Passes:
             scores = getattr(stage, "scores", {})
             for column in sorted((stage.needs | scores.keys()) - have):
                 if column in written and column != "proximal_logprobs":  # scored, until a correction replaces it
-                    raise refused(
-                        policy,
+                    raise self._refused(
                         f"{part} needs column {column!r}, which is written only after it",
                         "choose parts whose phases fit: " + " -> ".join(PHASES),
                     )
@@ -116,23 +117,20 @@ class Passes:
         elif dot and (role in self._policy.roles or role in self._by or name in OUTPUTS):
             output = Output(name=name, role=role)
         else:
-            raise refused(
-                self._policy,
+            raise self._refused(
                 f"{part} needs column {column!r}, and nothing writes it",
                 "add a part or extension that gives it (an advantage stage gives `advantages`)",
             )
         self._check_role(part, output.role)
         if output.role in self._by and output.inputs:
-            raise refused(
-                self._policy,
+            raise self._refused(
                 f"{part} needs {output.name!r} of role {output.role!r} at ids that the trainer chooses, and the scorer "
                 f"{self._by[output.role]!r} cannot be asked for chosen ids",
                 f"make {output.role!r} a model of the backend (roles.{output.role}.source), or let it choose the ids",
             )
         rivals = [o for c, o in found.items() if o != output and (c == column or o.column == output.column)]
         if rivals:
-            raise refused(
-                self._policy,
+            raise self._refused(
                 f"{part} needs {output.name!r} of role {output.role!r} with k={output.k} and ids {output.inputs}; "
                 f"another part needs it with k={rivals[0].k} and other ids",
                 "give both parts the same numbers",
@@ -141,8 +139,7 @@ class Passes:
 
     def _check_role(self, part: str, role: str) -> None:
         if role not in self._policy.roles and role not in self._by:
-            raise refused(
-                self._policy,
+            raise self._refused(
                 f"{part} needs the role {role!r}; the run file has {sorted(self._policy.roles)}",
                 f"add `roles: {{{role}: {{init: actor, update: frozen}}}}`, or set the part's coefficient to 0",
             )
@@ -188,9 +185,8 @@ class Passes:
         columns: dict[str, Array] = {}
         specs = []
         for column in layer:
-            value = found[column]
+            value, spec = found[column], CORE_COLUMNS.get(column)
             dtype = "int32" if value.dtype.kind in "iu" else "float32"
-            spec = CORE_COLUMNS.get(column)
             if column == "bootstrap_value":  # V after the last token: per trajectory
                 ends = batch.offsets[:-1] + batch.lengths - 1
                 value = np.where(batch.lengths > 0, value[np.maximum(ends, 0)], 0.0)

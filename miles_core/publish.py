@@ -77,7 +77,7 @@ class Publisher:
             members = await self._candidates()
             if not members:
                 self.pool.check_quorum()
-            if not changed and self._last is not None and set(members) == set(self.pool.members()):
+            if not changed and self._last is not None and members.keys() == set(self.pool.members()):
                 self.pool.alias(self._last, version)
             else:
                 receipts = await self._with_retries(version, members)
@@ -94,41 +94,40 @@ class Publisher:
             self.on_event("weights_carried", fields)
             return receipts
 
-    async def _with_retries(self, version: Version, members: tuple[str, ...]) -> dict[str, Receipt]:
+    async def _with_retries(self, version: Version, members: Mapping[str, Link]) -> dict[str, Receipt]:
         while True:
             try:
                 return await self._once(version, members)
             except _AtFaultError as fault:
                 for name, error in fault.faults.items():
                     self.pool.quarantine(name, f"{version}: {clause(error)}")
-                members = tuple(name for name in members if name not in fault.faults)
+                members = {name: link for name, link in members.items() if name not in fault.faults}
                 if len(members) < self.pool.min_engines:
                     for name in members:  # they wait, paused, and have no receipt: leave nothing half-open
                         self.pool.quarantine(name, f"{version}: too few members for a publication")
                     self.pool.check_quorum()
 
-    async def _candidates(self) -> tuple[str, ...]:
+    async def _candidates(self) -> dict[str, Link]:
         """Members, and quarantined ones that say they are well: those are sent everything again."""
         health = await self._health(self.pool.quarantined())
-        well = {name for name, state in health.items() if state.ok}
-        return tuple(name for name in self.links if name in self.pool.members() or name in well)
+        well = {*self.pool.members(), *(name for name, state in health.items() if state.ok)}
+        return {name: link for name, link in self.links.items() if name in well}
 
-    async def _once(self, version: Version, members: tuple[str, ...]) -> dict[str, Receipt]:
+    async def _once(self, version: Version, links: Mapping[str, Link]) -> dict[str, Receipt]:
         self._deadline = time.monotonic() + self.keys.deadline_s
-        links = {name: self.links[name] for name in members}
-        if self._connected != (members, self.pool.losses):
+        if self._connected != (list(links), self.pool.losses):
             await self._connect(links)
-            self._connected = (members, self.pool.losses)
+            self._connected = (list(links), self.pool.losses)
         manifest = await self._stage(version)
 
         staged = self.transport.phase == "staged"
         carry = self._call("carry", version) if staged else None
         await self._both(carry, {n: link.stage(manifest) for n, link in links.items()})
-        await self._both(None, {n: self.pool.hold(n, self.on_update) for n in members})
+        await self._both(None, {n: self.pool.hold(n, self.on_update) for n in links})
         carry = None if staged else self._call("carry", version)
         found = await self._both(carry, {n: link.carry(manifest) for n, link in links.items()})
         self._admit(manifest, found)
-        await self._both(None, {n: self.pool.release(n) for n in members})
+        await self._both(None, {n: self.pool.release(n) for n in links})
         return found
 
     async def _connect(self, links: Mapping[str, Link]) -> None:
@@ -210,18 +209,15 @@ class Publisher:
         if not (faults or error or late):
             return {name: task.result() for name, task in tasks.items()}
         slow = [name for name, task in tasks.items() if task in late]
-        if not faults:
-            faults = await self._unwell(list(tasks) if error else slow)
-        if not faults and error:
-            raise error
-        if not faults:  # the deadline passed and every member says that it is well
-            passed = DeadlineError(
-                f"publication passed {self.keys.deadline_s:g} s, waiting for {slow or 'the trainer'}",
-                fix="raise sync.deadline_s, or find out why the transport is slow",
-            )
-            if not slow:
-                raise passed
+        passed = DeadlineError(
+            f"publication passed {self.keys.deadline_s:g} s, waiting for {slow or 'the trainer'}",
+            fix="raise sync.deadline_s, or find out why the transport is slow",
+        )
+        faults = faults or await self._unwell(tasks if error else slow)
+        if not (faults or error):  # the deadline passed, and every member says that it is well
             faults = dict.fromkeys(slow, passed)
+        if not faults:
+            raise error or passed
         raise _AtFaultError(faults) from next(iter(faults.values()))
 
     async def _unwell(self, names: Iterable[str]) -> dict[str, BaseException]:

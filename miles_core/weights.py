@@ -112,13 +112,11 @@ def check_receipt(manifest: Manifest, receipt: Receipt, minimum: Evidence, due: 
         wanted = manifest.digests.get(name)
         if wanted is None:
             raise refuse(f"it reports a tensor {name!r} that the version does not hold")
-        if tuple(found) != tuple(wanted):
-            differ = [i for i, (a, b) in enumerate(zip(found, wanted, strict=False)) if a != b]
-            raise refuse(
-                f"tensor {name!r} differs in piece {differ[0]}: {found[differ[0]]} in place of {wanted[differ[0]]}"
-                if differ
-                else f"tensor {name!r} has {len(found)} digests in place of {len(wanted)}"
-            )
+        for i, (have, want) in enumerate(zip(found, wanted, strict=False)):
+            if have != want:
+                raise refuse(f"tensor {name!r} differs in piece {i}: {have} in place of {want}")
+        if len(found) != len(wanted):
+            raise refuse(f"tensor {name!r} has {len(found)} digests in place of {len(wanted)}")
     if STRENGTH[receipt.evidence] >= STRENGTH[Evidence.RECEIVED]:
         missing = sorted(set(manifest.digests if due is None else due) - set(receipt.digests))
         if missing:

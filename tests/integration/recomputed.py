@@ -92,13 +92,14 @@ def rows_of(groups: list, mask_truncated: bool = False) -> Rows:
 
 
 class Model:
-    """A Hugging Face model in float64, with a value head beside it where asked, and its optimizer."""
+    """A Hugging Face model in float64, with a value head on it where asked (`shared`: beside its own head), and its
+    optimizer."""
 
-    def __init__(self, folder: Path, optimizer, total: int, value: bool = False) -> None:
+    def __init__(self, folder: Path, optimizer, total: int, value: bool = False, shared: bool = False) -> None:
         self.lm = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").double().eval()
         size = self.lm.config.hidden_size
         self.head = torch.zeros(size + 1, dtype=torch.float64, requires_grad=True) if value else None
-        trunk = self.lm.model if value else self.lm
+        trunk = self.lm.model if value and not shared else self.lm
         self.parameters = [*trunk.parameters(), *([self.head] if value else [])]
         self.options, self.total, self.updates = optimizer, total, 0
         self.adam = torch.optim.AdamW(
@@ -325,6 +326,7 @@ class Recipe:
     lam: float = 1.0
     bootstrap: bool = False
     correct: object = None
+    shared: bool = False  # the critic is a head on the actor's module
     bypass: bool = False
     opsm: float | None = None
     reject_denominator: bool = False
@@ -347,10 +349,10 @@ def retrain(run: Path, base: Path, recipe: Recipe, policy, steps: int) -> tuple[
     """Per step what was computed: Σ over updates of the losses, norms, shares; then the models that came out."""
     updates = policy.schedule.updates_per_step
     optimizer = policy.roles["actor"].optimizer
-    actor = Model(base, optimizer, steps * updates)
+    actor = Model(base, optimizer, steps * updates, value=recipe.shared, shared=recipe.shared)
     reference = copy.deepcopy(actor.lm)
-    critic = None
-    if recipe.advantage == "gae":
+    critic = actor if recipe.shared else None
+    if recipe.advantage == "gae" and not recipe.shared:
         critic = Model(base, policy.roles["critic"].optimizer, steps * updates, value=True)
     told = []
     for _, groups in sorted(by_step(run).items()):
@@ -412,19 +414,20 @@ def retrain(run: Path, base: Path, recipe: Recipe, policy, steps: int) -> tuple[
             d = pi - behind
             loss = loss + recipe.kl * aggregate((-d).exp() - 1 + d, rows, at, recipe, kept)
             loss = loss - recipe.entropy * aggregate(entropy, rows, at, recipe, kept)
-            loss.backward()
-            line["loss"] += loss.item()
-            line["grad_norm"] += actor.step()
-            line["updates"] += 1
-            line["clip/clip_low"] += int(((rho < 1 - recipe.lo) & (a < 0) & inside & kept).sum())
-            line["clip/clip_high"] += int(((rho > 1 + recipe.hi) & (a > 0) & inside & kept).sum())
+            value = torch.zeros(())
             if critic is not None:
                 v = before(critic.values(rows))
                 held = old + (v - old).clamp(-0.2, 0.2)
                 error = torch.maximum((v - target) ** 2, (held - target) ** 2)
                 value = 0.5 * aggregate(error, rows, at, recipe)
-                value.backward()
-                line["critic.loss"] += value.item()
+            (loss + value).backward()
+            line["loss"] += loss.item()
+            line["critic.loss"] += value.item()
+            line["grad_norm"] += actor.step()
+            line["updates"] += 1
+            line["clip/clip_low"] += int(((rho < 1 - recipe.lo) & (a < 0) & inside & kept).sum())
+            line["clip/clip_high"] += int(((rho > 1 + recipe.hi) & (a > 0) & inside & kept).sum())
+            if critic is not None and not recipe.shared:
                 critic.step()
         told.append(line)
     return told, actor, critic

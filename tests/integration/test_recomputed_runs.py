@@ -170,6 +170,13 @@ def test_a_preset_with_two_updates_a_step(run, preset):
         assert sum(line["clip/clip_low"] + line["clip/clip_high"] for line in told) > 0  # the bounds are met
 
 
+def test_a_critic_that_shares_the_actors_module(run):
+    """One gradient of both losses, clipped by one norm."""
+    changes = VARIANTS["ppo"][1] | {"shared": True, "kl": 0.05}
+    overrides = [REFERENCE, "roles.critic={init: actor, update: shares, head: value}", VARIANTS["ppo"][0][1]]
+    run(replace(PRESETS["ppo"], **changes), "algorithm.use=ppo", *overrides, "algorithm.kl.coef=0.05")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", ["grpo", "dr_grpo", "rloo", "gspo", "cispo", "reinforce_pp"])
 def test_siblings_are_one_episode(run, preset):

@@ -15,6 +15,9 @@ from miles_core.contracts.learning import Filter
 from miles_core.ledger import Lease
 from miles_core.records import Group, Metric, Sampling, Task, Version
 
+#: What training made of an episode, by the episode's id.
+Learnt = Callable[[str], Mapping[str, float]]
+
 
 class Tasks(Protocol):
     """Tasks of one policy over all its environments (`feed.TaskFeed` is the implementation)."""
@@ -64,14 +67,7 @@ class Checkpoint(Protocol):
 class RolloutSink(Protocol):
     """Keeps readable samples of a step (`rollouts/`)."""
 
-    def write(
-        self,
-        policy: str,
-        step: int,
-        split: str,
-        groups: Sequence[Group],
-        learnt: Callable[[str], Mapping[str, float]] = ...,
-    ) -> None: ...
+    def write(self, policy: str, step: int, split: str, groups: Sequence[Group], learnt: Learnt = ...) -> None: ...
 
 
 class Stop(Protocol):

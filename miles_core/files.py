@@ -28,9 +28,10 @@ class Files:
 
     def write(self, fd: int, parts: Sequence[bytes]) -> None:
         """Append all parts, however many calls the system needs."""
-        rest = memoryview(b"".join(parts))
-        while rest:
-            rest = rest[os.write(fd, rest) :]
+        for part in parts:  # they may be large: never copied
+            rest = memoryview(part)
+            while rest:
+                rest = rest[os.write(fd, rest) :]
 
     def truncate(self, path: Path, size: int) -> None:
         """Cut a file to `size` bytes and sync it."""

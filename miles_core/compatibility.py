@@ -76,13 +76,9 @@ def check_product(loaded: Loaded, place: Place, product: Any) -> None:
 @cache
 def members(protocol: type) -> tuple[str, ...]:
     """Attributes and methods that a Protocol asks for, inherited ones too."""
-    names: dict[str, None] = {}
-    for base in reversed(protocol.__mro__):
-        if base in (object, Protocol) or not getattr(base, "_is_protocol", False):
-            continue
-        own = [*inspect.get_annotations(base), *vars(base)]
-        names |= dict.fromkeys(n for n in own if n == "__call__" or not n.startswith("_"))
-    return tuple(names)
+    bases = [b for b in reversed(protocol.__mro__) if b is not Protocol and getattr(b, "_is_protocol", False)]
+    names = [name for base in bases for name in (*inspect.get_annotations(base), *vars(base))]
+    return tuple(dict.fromkeys(name for name in names if name == "__call__" or not name.startswith("_")))
 
 
 def _wrong(protocol: type, product: Any) -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from miles_core.config import layers, schema
 from miles_core.config.binding import bind, check_keys, fields_of, join, plain
 from miles_core.config.layers import Leaf, Tree, sections, shape, unwrap, use_of
-from miles_core.config.rules import demonstrated_size
+from miles_core.config.rules import demonstrated_size, no_section
 from miles_core.config.schema import Algorithm, Part, Policy, RoleConfig, RunFile
 from miles_core.discovery import Catalogue, Loaded
 from miles_core.errors import CombinationError, ConfigError, MilesError, PluginContractError
@@ -169,8 +169,7 @@ class Binder:
         raise self.absent(at, key)
 
     def absent(self, at: str, key: str) -> ConfigError:
-        installed = f"installed {key} plugins: {self.catalogue.installed(key)}"  # such a section is named like its kind
-        return ConfigError(f"the run file has no section {join(at, key)}; {installed}", fix=f"add `{key}: {{use: …}}`")
+        return ConfigError(no_section(join(at, key), self.catalogue), fix=f"add `{key}: {{use: …}}`")
 
     def one_or_many(self, scope: Tree, at: str, one: str, many: str) -> dict[str, Part]:
         """The instances of a plural section, or of its singular form."""

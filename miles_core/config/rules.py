@@ -20,7 +20,7 @@ from itertools import chain
 from pathlib import PurePath
 
 from miles_core.config.binding import join
-from miles_core.config.schema import Algorithm, OffPolicy, Part, Policy, RunFile, is_on
+from miles_core.config.schema import Algorithm, OffPolicy, Part, Policy, RoleConfig, RunFile, is_on
 from miles_core.discovery import Catalogue
 from miles_core.errors import CombinationError, ConfigRangeError, MilesError
 
@@ -33,9 +33,14 @@ Wrong = Iterator[tuple[str, str]]
 def violations(run_file: RunFile, catalogue: Catalogue) -> Iterator[MilesError]:
     """Every value and every combination of this run file that is refused."""
     yield from (ConfigRangeError(message, fix=fix) for message, fix in _ranges(run_file))
-    of_policies = (_model, _algorithm, _roles, _judges, _schedule, _critic, _requirements)
+    of_policies = (_model, _algorithm, _roles, _schedule, _critic, _requirements)
     rules = [rule(policy, run_file, catalogue) for policy in run_file.policies.values() for rule in of_policies]
     yield from (CombinationError(message, fix=fix) for message, fix in chain(*rules, _engines(run_file, catalogue)))
+
+
+def no_section(path: str, catalogue: Catalogue) -> str:
+    kind = path.rpartition(".")[2]  # of a section that holds one part: it is named like its kind
+    return f"the run file has no section {path}; installed {kind} plugins: {catalogue.installed(kind)}"
 
 
 def _at_most(path: str, value: int, limit: int, why: str) -> Wrong:
@@ -225,6 +230,8 @@ def _roles(policy: Policy, run_file: RunFile, catalogue: Catalogue) -> Wrong:
         if role.scorer and role.scorer not in run_file.scorers:
             known = ", ".join(run_file.scorers) or "none"
             yield f"{at}.scorer is {role.scorer!r}; scorers: {known}", "name one of them, or add it to scorers"
+        if role.engine:
+            yield from _judge(name, role, at, run_file, catalogue)
         met = [name]
         while (following := roles[met[-1]].init) in roles:
             met.append(following)
@@ -257,32 +264,28 @@ def _critic(policy: Policy, run_file: RunFile, catalogue: Catalogue) -> Wrong:
         )
 
 
-def _judges(policy: Policy, run_file: RunFile, catalogue: Catalogue) -> Wrong:
-    """Roles that an engine holds."""
-    for name, role in policy.roles.items():
-        at = join(policy.at, f"roles.{name}")
-        if not role.engine:
-            continue
-        if role.init or role.scorer or role.update != "frozen":
-            yield f"{at} is the engine {role.engine!r}, and has init, scorer or an update too", "keep engine and source"
-        part = run_file.judges.get(role.engine)
-        if part is None:
-            known = ", ".join([*run_file.engines, *run_file.judges]) or "none"
-            yield f"{at}.engine is {role.engine!r}; engines: {known}", "add it to engines, beside the one that samples"
-            continue
-        if lacking := sorted({"prompt_logprobs", "weights.checkpoint"} - catalogue.offered(part)):
-            yield f"{at}.engine is {part.use!r}, which does not offer {', '.join(lacking)}", "choose one that does"
-        users = [r for p in run_file.policies.values() for r in p.roles.values() if r.engine == role.engine]
-        if part.core.count != 1 or len(users) != 1:
-            yield f"{part.at} has count {part.core.count} and {len(users)} roles; it holds one model, once", "give one"
-        for sampler in run_file.engines.values():
-            core = sampler.core
-            if core.temperature != 1 or core.top_p < 1 or core.top_k is not None:
-                yield (
-                    f"{sampler.at} samples with temperature {core.temperature:g}, top_p {core.top_p:g}, top_k "
-                    f"{core.top_k}, and {at} is an engine, which scores prompts at temperature 1 over all tokens",
-                    f"sample so too, or make {name!r} a model of the backend ({at}.source without engine)",
-                )
+def _judge(name: str, role: RoleConfig, at: str, run_file: RunFile, catalogue: Catalogue) -> Wrong:
+    """A role that an engine holds."""
+    if role.init or role.scorer or role.update != "frozen":
+        yield f"{at} is the engine {role.engine!r}, and has init, scorer or an update too", "keep engine and source"
+    part = run_file.judges.get(role.engine)
+    if part is None:
+        known = ", ".join([*run_file.engines, *run_file.judges]) or "none"
+        yield f"{at}.engine is {role.engine!r}; engines: {known}", "add it to engines, beside the one that samples"
+        return
+    if lacking := sorted({"prompt_logprobs", "weights.checkpoint"} - catalogue.offered(part)):
+        yield f"{at}.engine is {part.use!r}, which does not offer {', '.join(lacking)}", "choose one that does"
+    users = [r for p in run_file.policies.values() for r in p.roles.values() if r.engine == role.engine]
+    if part.core.count != 1 or len(users) != 1:
+        yield f"{part.at} has count {part.core.count} and {len(users)} roles; it holds one model, once", "give one"
+    for sampler in run_file.engines.values():
+        core = sampler.core
+        if core.temperature != 1 or core.top_p < 1 or core.top_k is not None:
+            yield (
+                f"{sampler.at} samples with temperature {core.temperature:g}, top_p {core.top_p:g}, top_k "
+                f"{core.top_k}, and {at} is an engine, which scores prompts at temperature 1 over all tokens",
+                f"sample so too, or make {name!r} a model of the backend ({at}.source without engine)",
+            )
 
 
 def _engines(run_file: RunFile, catalogue: Catalogue) -> Wrong:
@@ -297,18 +300,13 @@ def _engines(run_file: RunFile, catalogue: Catalogue) -> Wrong:
                 f"write {at}.top_p: 1.0 and {at}.top_k: null, or use an engine that offers keep_ids",
             )
     if engines and sync is None:
-        yield (
-            "engines sample from the trained model, and the run file has no section sync; "
-            f"installed sync plugins: {catalogue.installed('sync')}",
-            "add `sync: {use: …}`",
-        )
+        yield f"engines sample from the trained model, and {no_section('sync', catalogue)}", "add `sync: {use: …}`"
     elif engines and sync:
         count = sum(part.core.count for part in engines)
         yield from _at_most("sync.min_engines", sync.core.min_engines, count, f"the run has {count} engines")
     elif sampled:
         yield (
-            "episodes are sampled, and the run file has no section rollout; "
-            f"installed rollout plugins: {catalogue.installed('rollout')}",
+            f"episodes are sampled, and {no_section('rollout', catalogue)}",
             "add `rollout: {use: …}`, or use a preset that learns from demonstrations",
         )
     for policy in policies:

@@ -129,7 +129,7 @@ def _from_hub(asked: str, deadline_s: float) -> Path:
     fix = "check the name and the network, or download it and name the folder"
     command = [sys.executable, "-c", _FETCH, asked]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, check=False)
     except subprocess.TimeoutExpired as error:
         raise ModelSourceError(f"{what} the hub did not deliver it within {deadline_s:g} s", fix=fix) from error
     if "No module named 'huggingface_hub'" in done.stderr:

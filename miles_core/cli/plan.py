@@ -131,13 +131,17 @@ class Size:
         """One line. float32: a weight, and beside one that is trained its gradient and two moments."""
         held = 4 * self.parameters + (12 * self.moving if trained else 0)
         kept = (12 if trained else 4) * self.moving
-        part = f", {self.moving / 1e6:.2f} M of them trained" if trained and self.moving < self.parameters else ""
+        part = f", {_count(self.moving)} of them trained" if trained and self.moving < self.parameters else ""
         what = "to train" if trained else "to hold"
-        line = f"{self.parameters / 1e6:.2f} M parameters{part}, {_mib(held)} {what} in float32"
+        line = f"{_count(self.parameters)} parameters{part}, {_mib(held)} {what} in float32"
         line += f", {_mib(kept)} in a checkpoint" if kept else ""
         if engines and self.sent is not None:
             line += f"; {_mib(self.sent * engines)} to {engines} engine(s) a publication"
         return line + (f" ({self.unknown})" if self.unknown else "")
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e6:.2f} M" if parameters >= 100_000 else str(parameters)
 
 
 def _mib(nbytes: int) -> str:

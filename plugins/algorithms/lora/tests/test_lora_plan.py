@@ -75,7 +75,7 @@ def test_the_plan_counts_what_the_trainer_trains_sends_and_keeps(
     whole = WHOLE + (trained if "extensions=null" not in overrides else 0)
     whole -= NORMS if any("norm" in o for o in overrides) else 0
     for text in (
-        f"{whole / 1e6:.2f} M parameters, {trained / 1e6:.2f} M of them trained",
+        f"{whole} parameters, {trained} of them trained",
         f"{(4 * whole + 12 * trained) / 2**20:.3f} MiB to train in float32",
         f"{12 * trained / 2**20:.3f} MiB in a checkpoint; {2 * sent / 2**20:.3f} MiB to 2 engine(s) a publication",
     ):
@@ -83,7 +83,7 @@ def test_the_plan_counts_what_the_trainer_trains_sends_and_keeps(
     assert f"{4 * whole / 2**20:.3f} MiB to hold in float32, {4 * trained / 2**20:.3f} MiB" in found["reference"]
     worker = trainer(*given)
     assert sum(int(np.prod(s.shape)) * WIDTH[s.dtype] for s in worker.specs("main")) == sent
-    worker.save(str(tmp_path / "saved"))
+    worker.save(tmp_path / "saved")
     kept = load_file(tmp_path / "saved" / "rank_00000_of_00001.safetensors")
     for role, width in (("actor", 12), ("reference", 4)):
         assert sum(t.nbytes for name, t in kept.items() if f"main/{role}/" in name) == width * trained
@@ -92,7 +92,7 @@ def test_the_plan_counts_what_the_trainer_trains_sends_and_keeps(
 
 def test_adapters_alone_are_what_is_sent(planned: Any) -> None:
     worker = trainer(BASE)
-    worker.save_model("main", "base")
+    worker.save_model("main", Path("base"))
     worker.close()
     drawn = planned(BASE, "extensions.lora.export=adapter")
     assert drawn[1] == 2 and "models are main: drawn at random" in drawn[0]["all"]
@@ -107,7 +107,7 @@ def test_adapters_alone_are_what_is_sent(planned: Any) -> None:
 
 def test_without_adapters_all_is_trained_and_sent_in_the_type_of_the_backend(planned: Any) -> None:
     worker = trainer(BASE, "backend.dtype=bfloat16")
-    worker.save_model("main", "base")  # two bytes a parameter
+    worker.save_model("main", Path("base"))  # two bytes a parameter
     worker.close()
     based = (BASE, "extensions=null", "model.source=./base", "model.architecture=null")
     for more, width in (((), 4), (("backend.dtype=bfloat16",), 2)):
@@ -143,10 +143,10 @@ def test_a_model_that_needs_numbers_is_said_to(planned: Any, monkeypatch: pytest
         return module
 
     worker = trainer(BASE)
-    worker.save_model("main", "base")
+    worker.save_model("main", Path("base"))
     worker.close()
     monkeypatch.setattr(CausalLM, "build", picky)
     found, code = planned(BASE, "model.source=./base", "model.architecture=null")
-    assert code == 0 and "0.02 M parameters" in found["actor"] and "publication" not in found["actor"]
+    assert code == 0 and f"{WHOLE} parameters" in found["actor"] and "publication" not in found["actor"]
     assert "what of it is trained and sent is known once it is built: its adapter needs numbers" in found["actor"]
     assert "its size is known once it is built" in planned(BASE)[0]["actor"]

@@ -39,7 +39,8 @@ def violations(run_file: RunFile, catalogue: Catalogue) -> Iterator[MilesError]:
 
 
 def no_section(path: str, catalogue: Catalogue) -> str:
-    kind = path.rpartition(".")[2]  # of a section that holds one part: it is named like its kind
+    """What is said of a section that is not there and would hold one part: it is named like its kind."""
+    kind = path.rpartition(".")[2]
     return f"the run file has no section {path}; installed {kind} plugins: {catalogue.installed(kind)}"
 
 

@@ -5,6 +5,7 @@ Metrics are (numerator, denominator). Those of a batch depend on its groups alon
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,10 +31,13 @@ def rollout_metrics(groups: Sequence[Group], step: int) -> dict[str, Metric]:
         mixed = sum(len({e.reward for e in group.episodes} - {None}) > 1 for group in groups)
         out["reward"] = (sum(rewards), len(rewards))
         out["mixed_groups"] = (mixed, len(groups))
-    lags = [(step - s.version.number, s.end - s.start) for t in trajectories for s in t.spans]
+    lags = Counter[int]()  # lag -> tokens
+    for trajectory in trajectories:
+        for span in trajectory.spans:
+            lags[step - span.version.number] += span.end - span.start
     if lags:
-        out["lag"] = (sum(lag * n for lag, n in lags), sum(n for _, n in lags))
-        out["lag_max"] = (max(lag for lag, _ in lags), 1)
+        out["lag"] = (sum(lag * n for lag, n in lags.items()), lags.total())
+        out["lag_max"] = (max(lags), 1)
     for name in sorted({name for e in episodes for name in e.components}):
         values = [e.components[name] for e in episodes if name in e.components]
         out[f"reward.{name}"] = (sum(values), len(values))

@@ -81,6 +81,7 @@ class _Shared:
     deadline: float
     seed_of: Callable[[int, int], int]  # (member, turn)
     root: Callable[[], Array]  # the prompt's ids
+    text: Callable[[tuple[int, ...]], str]  # of sampled ids: answers of a group are often the same
     requests: set[str] = field(default_factory=set)
     tasks: list[asyncio.Task[Episode]] = field(default_factory=list)
     ended: str = ""  # why its episodes were ended from outside
@@ -149,6 +150,7 @@ class Sampler:
             deadline=loop.time() + policy.deadline_s,
             seed_of=family(self._seed, policy.name, "sample", lease.task.id, lease.attempt),
             root=functools.cache(lambda: np.asarray(policy.renderer.prompt(lease.task.prompt), np.int32)),
+            text=functools.cache(policy.renderer.text),
         )
         late = f"passed its deadline of {policy.deadline_s:g} s"
         timer = loop.call_at(shared.deadline, self._end, shared, late)
@@ -266,9 +268,9 @@ class Sampler:
     async def _scored(self, shared: _Shared, member: int, trajectories: tuple[Trajectory, ...]) -> Episode:
         """What a single-turn environment says of an answer."""
         (answer,) = trajectories
-        written = cast("Array", answer.columns["tokens"])[len(shared.root()) :].tolist()
-        text = shared.policy.renderer.text(written)
-        told = self._context(shared, member, text=text, finish=answer.finish.value, trajectories=trajectories)
+        written = tuple(cast("Array", answer.columns["tokens"])[len(shared.root()) :].tolist())
+        text, finish = shared.text(written), answer.finish.value
+        told = self._context(shared, member, text=text, finish=finish, trajectories=trajectories)
         return _finished(shared, member, trajectories, await shared.env.score(shared.lease.task, told))
 
     def _context(self, shared: _Shared, member: int, **answer: Any) -> EpisodeContext:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from miles_core.errors import EXIT_BAD_INPUT, MilesError, clause
+from miles_core.errors import EXIT_BAD_INPUT, MilesError, MissingExtraError, clause
 from miles_core.provider import Place
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def placement(run_file: RunFile) -> list[str]:
 @dataclass(frozen=True, kw_only=True)
 class Size:
     """Of one role's model. `moving`: parameters that change in the run; `sent`: bytes of a publication to one engine,
-    where that is known. `unknown`: why no more than this is."""
+    where that is known. `unknown`: why only the first of them is known."""
 
     parameters: int
     moving: int
@@ -129,6 +129,9 @@ class Size:
 
     def told(self, engines: int, *, trained: bool) -> str:
         """One line. float32: a weight, and beside one that is trained its gradient and two moments."""
+        if self.unknown:
+            what = "what of them is trained and sent is known once the model is built"
+            return f"{_count(self.parameters)} parameters; {what}: {self.unknown}"
         held = 4 * self.parameters + (12 * self.moving if trained else 0)
         kept = (12 if trained else 4) * self.moving
         part = f", {_count(self.moving)} of them trained" if trained and self.moving < self.parameters else ""
@@ -137,7 +140,7 @@ class Size:
         line += f", {_mib(kept)} in a checkpoint" if kept else ""
         if engines and self.sent is not None:
             line += f"; {_mib(self.sent * engines)} to {engines} engine(s) a publication"
-        return line + (f" ({self.unknown})" if self.unknown else "")
+        return line
 
 
 def _count(parameters: int) -> str:
@@ -156,10 +159,9 @@ def _models(run_file: RunFile, catalogue: Catalogue, path: Path) -> list[str]:
 
     wiring = prepare(run_file, catalogue, path, export_cached).wiring
     engines = sum(part.core.count for part in run_file.engines.values())
-    extensions = wiring.extensions(Place.TRAINER, rank=0, ranks=1)
     lines = []
     for policy in run_file.policies.values():
-        sizes = _sizes(wiring, policy, extensions)
+        sizes = _sizes(wiring, policy)
         for role, source in wiring.sources[policy.name].items():
             keys, told = policy.roles[role], f"{policy.name}/{role}"
             if keys.update in ("shares", "adapter_off"):
@@ -179,18 +181,19 @@ def _models(run_file: RunFile, catalogue: Catalogue, path: Path) -> list[str]:
     return lines
 
 
-def _sizes(wiring: Wiring, policy: Policy, extensions: tuple[Any, ...]) -> dict[str, Size | None]:
+def _sizes(wiring: Wiring, policy: Policy) -> dict[str, Size | None]:
     """By role: from the files of its model, or from a dry pass where less than all of it is trained or sent. `None`:
     not known before the model is built."""
     found = {role: _of_folder(wiring, policy, role) for role in policy.roles}
-    adapting = [e for e in extensions if hasattr(e, "model") or hasattr(e, "export")]
-    if not adapting and not getattr(policy.model.options, "trainable", None):
-        return found
     try:
+        extensions = wiring.extensions(Place.TRAINER, rank=0, ranks=1)
+        adapting = [e for e in extensions if hasattr(e, "model") or hasattr(e, "export")]
+        if not adapting and not getattr(policy.model.options, "trainable", None):
+            return found
         return found | _dry(wiring, policy, extensions)
-    except _NotDry as error:
-        why = f"what of it is trained and sent is known once it is built: {error}"
-        return {role: size and replace(size, sent=None, unknown=why) for role, size in found.items()}
+    except (_NotDry, MissingExtraError) as error:  # a controller need not have what trainers have
+        why = str(error) if isinstance(error, _NotDry) else clause(error)
+        return {role: size and replace(size, unknown=why) for role, size in found.items()}
 
 
 def _of_folder(wiring: Wiring, policy: Policy, role: str) -> Size | None:
@@ -217,7 +220,10 @@ class _NotDry(Exception):
 
 def _dry(wiring: Wiring, policy: Policy, extensions: tuple[Any, ...]) -> dict[str, Size]:
     """What the trainer would build and export, on meta tensors. Raises what an extension refuses."""
-    from miles_core.numerics import _dry as dry
+    try:
+        from miles_core.numerics import _dry as dry
+    except ImportError as error:
+        raise _NotDry(str(error)) from error
 
     given: dict[str, Any] = {"policy": policy.name, "rank": 0, "ranks": 1, "extensions": extensions}
     modules: dict[str, Any] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,17 @@ def test_a_model_that_needs_numbers_is_said_to(planned: Any, monkeypatch: pytest
     worker.close()
     monkeypatch.setattr(CausalLM, "build", picky)
     found, code = planned(BASE, "model.source=./base", "model.architecture=null")
-    assert code == 0 and f"{WHOLE} parameters" in found["actor"] and "publication" not in found["actor"]
-    assert "what of it is trained and sent is known once it is built: its adapter needs numbers" in found["actor"]
+    told = f"{WHOLE} parameters; what of them is trained and sent is known once the model is built: its adapter needs"
+    assert code == 0 and told in found["actor"] and "MiB" not in found["actor"]
     assert "its size is known once it is built" in planned(BASE)[0]["actor"]
+
+
+@pytest.mark.parametrize("missing", ["miles_algo_lora.trainer", "miles_backend_fsdp.causal_lm", "torch.overrides"])
+def test_a_controller_without_what_trains_plans_all_the_same(
+    planned: Any, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    monkeypatch.delitem(sys.modules, "miles_core.numerics._dry", raising=False)
+    monkeypatch.setitem(sys.modules, missing, None)
+    found, code = planned(BASE)
+    assert code == 0, found["all"]
+    assert found["actor"] == "architecture -> drawn at random as qwen3; its size is known once it is built"

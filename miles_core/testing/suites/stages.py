@@ -229,7 +229,7 @@ class AdvantageConformance(StageConformance):
             rising = all(ends[a] <= ends[b] + 1e-6 for a, b in pairwise(order))
             check("a higher reward never has a lower advantage in its group", rising, [ends[i] for i in order])
         check("different rewards give different advantages", float(np.ptp(ends)) > 1e-6, ends)
-        noise = 1e-9 * np.random.default_rng(0).standard_normal(batch.n_episodes)
+        noise = 1e-12 * np.random.default_rng(0).standard_normal(batch.n_episodes)
         alike = self.call(batch.with_columns({"reward": 0.7 + noise}, ())).columns["advantages"]
         last = np.array([v[t][-1] for v, t in self._rows(batch, np.asarray(alike, np.float64))])
         check("rewards equal up to float noise give equal advantages", float(np.ptp(last)) < 1e-3, last)

@@ -294,7 +294,7 @@ def test_models_that_cannot_be(bad, words, overrides):
 
 def test_the_local_engine_names_what_it_was_never_verified_with(bad):
     Path("real.yaml").write_text(REAL)
-    bad("MILES-E110", "identifier: toy", "rollout.use=local")
+    bad("MILES-E006", ["rollout 'local' needs 'weights.dtype:float32'", "backend 'fsdp'"], "rollout.use=local")
     Path("olmo.yaml").write_text(REAL.replace("model_type: qwen3", "model_type: olmo2"))
     words = ["`local` was never verified with architecture 'olmo2'", "rollout.unverified=true", "qwen3"]
     bad("MILES-E110", words, "model.unverified=true", file="olmo.yaml")

@@ -27,13 +27,17 @@ def _adapter(config: CausalLMConfig, context: BuildContext) -> ModelAdapter:
     return CausalLM(config, share_prefixes=config.share_prefixes and not per_token)
 
 
+def _offers(config: FsdpConfig) -> tuple[str, ...]:
+    return "export.full", "optimizer.adamw", f"weights.dtype:{config.dtype.value}"
+
+
 @hookimpl
 def miles_backend() -> Provider[FsdpConfig, Backend]:
     return Provider(
         name="fsdp",
         config=FsdpConfig,
         build=_backend,
-        offers=("export.full", "optimizer.adamw"),
+        offers=_offers,
         summary="PyTorch fully_shard on any number of ranks",
     )
 

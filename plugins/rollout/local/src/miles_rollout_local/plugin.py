@@ -24,6 +24,12 @@ def _offers(config: LocalConfig) -> frozenset[str]:
     return OFFERS | {"batch_invariant" if config.batch_invariant else "lora"}
 
 
+def _requires(config: LocalConfig) -> tuple[str, ...]:
+    """Weights are copied into the live model as they come. Asked by the engine, because a backend may train without
+    one: whatever it computes in then."""
+    return (f"weights.dtype:{config.dtype.value}",)
+
+
 def _build(config: LocalConfig, context: BuildContext) -> LocalEngine:
     from miles_rollout_local.engine import build
 
@@ -36,6 +42,7 @@ def miles_rollout() -> Provider[LocalConfig, LocalEngine]:
         name="local",
         config=LocalConfig,
         build=_build,
+        requires=_requires,
         offers=_offers,
         summary="in-process engine on transformers models: continuous batching, CPU",
     )

@@ -7,10 +7,15 @@ import sys
 from importlib.metadata import entry_points
 from types import SimpleNamespace
 
+import pytest
+import torch
+
 from miles_backend_fsdp.config import CausalLMConfig, FsdpConfig
 from miles_backend_fsdp.plugin import miles_backend, miles_model
+from miles_core.config.schema import BackendKeys
 from miles_core.contracts.backend import Backend
 from miles_core.contracts.model import ModelAdapter
+from miles_core.errors import EXIT_BAD_INPUT, ConfigError
 from miles_core.provider import BuildContext, Place
 
 
@@ -27,6 +32,20 @@ def test_entry_points_name_the_providers() -> None:
 def test_products_keep_their_contracts() -> None:
     assert isinstance(miles_backend().build(FsdpConfig(), context()), Backend)
     assert isinstance(miles_model().build(CausalLMConfig(), context()), ModelAdapter)
+
+
+def test_a_gpu_that_is_not_there_is_refused_before_any_model_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ConfigError, match=r"backend.gpus_per_rank is 1, and trainer rank 0 finds no CUDA device") as no:
+        miles_backend().build(FsdpConfig(), context(core=BackendKeys(gpus_per_rank=1)))
+    assert "write backend.gpus_per_rank=0" in no.value.fix and no.value.exit_code == EXIT_BAD_INPUT
+
+
+def test_ranks_of_one_machine_share_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    keys = BackendKeys(ranks=4, gpus_per_rank=1)
+    made = [miles_backend().build(FsdpConfig(), context(core=keys, rank=rank, ranks=4)) for rank in range(4)]
+    assert [str(backend._device) for backend in made] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]  # type: ignore[attr-defined]
 
 
 def test_prefixes_are_not_shared_under_an_extension_that_brings_values_per_token() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from miles_backend_fsdp import checkpoint, group, hf_folder, layout, microbatch
 from miles_backend_fsdp.roles import BORROWED, Role, check, moving_of, origin, shared_heads, start_from
 from miles_core.contracts.learning import BoundTerm, Output, UpdateResult
-from miles_core.errors import BackendError, CapabilityError, CheckpointError, LearnerError
+from miles_core.errors import BackendError, CapabilityError, CheckpointError, ConfigError, LearnerError
 from miles_core.numerics import objective
 from miles_core.numerics.views import MicroView
 
@@ -35,6 +35,19 @@ if TYPE_CHECKING:
     from miles_core.records import Array
 
 
+def _device(gpus: float, rank: int) -> torch.device:
+    """Where this rank computes. Raises `ConfigError` where it was given a GPU and this machine has none."""
+    if gpus <= 0:
+        return torch.device("cpu")
+    found = torch.cuda.device_count()
+    if not found:
+        raise ConfigError(
+            f"backend.gpus_per_rank is {gpus:g}, and trainer rank {rank} finds no CUDA device on its machine",
+            fix="write backend.gpus_per_rank=0 to train on CPU, or run where torch.cuda.is_available() is true",
+        )
+    return torch.device("cuda", rank % found)
+
+
 class FsdpBackend:
     """See `miles_core.contracts.backend.Backend`."""
 
@@ -44,10 +57,7 @@ class FsdpBackend:
         self._ranks = context.ranks
         self._extensions = context.extensions
         self._wrapping = [e for e in context.extensions if hasattr(e, "micro")]
-        on_gpu = getattr(context.core, "gpus_per_rank", 0) > 0
-        self._device = (
-            torch.device("cuda", context.rank % max(1, torch.cuda.device_count())) if on_gpu else torch.device("cpu")
-        )
+        self._device = _device(getattr(context.core, "gpus_per_rank", 0), context.rank)
         self._roles: dict[str, dict[str, Role]] = {}
         self._shared: dict[str, dict[str, str]] = {}  # policy -> role with update `shares` -> whose module it is
         self._joined = False

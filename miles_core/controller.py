@@ -21,7 +21,7 @@ from miles_core.config.schema import Policy
 from miles_core.contracts.engine import Engine
 from miles_core.contracts.launcher import Tracker, Workers, WorkerSpec
 from miles_core.contracts.learning import Output
-from miles_core.errors import CheckpointError, CombinationError, PluginLoadError, blamed
+from miles_core.errors import CheckpointError, PluginLoadError, blamed
 from miles_core.feed import TaskFeed
 from miles_core.judge import Judge
 from miles_core.learner import Learner
@@ -32,9 +32,10 @@ from miles_core.prepare import Parts, Prepared, sampling_of
 from miles_core.provider import Place
 from miles_core.publish import Publisher, Publishers
 from miles_core.records import Group, Metric, Version, group_id
+from miles_core.remote import RemoteSampler, SamplerEndpoint
 from miles_core.rollouts import Rollouts
 from miles_core.run import RunDir
-from miles_core.sampler import RemoteSampler, Sampler, SamplerEndpoint, SamplingPolicy, demonstrations
+from miles_core.sampler import Sampler, SamplingPolicy, demonstrations
 from miles_core.schedule import Loop, PolicySetup, RunResult, Stop
 from miles_core.waits import close_all
 from miles_core.wiring import Wiring, wire
@@ -213,11 +214,6 @@ def _pool(wiring: Wiring, parts: Parts, place: Place, on_event: OnEvent | None, 
     first = next(iter(run.policies))
     engines: dict[str, Engine] = {}
     for part in run.engines.values():
-        if len(run.policies) > 1 and "policies" not in wiring.catalogue.offered(part):
-            raise CombinationError(
-                f"engine {part.name!r} ({part.use}) serves one policy; the run has {list(run.policies)}",
-                fix="choose an engine that offers `policies`, or train one policy a run",
-            )
         for index in range(part.core.count):
             name = part.name if part.core.count == 1 else f"{part.name}-{index}"
             engines[name] = wiring.build(

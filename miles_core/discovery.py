@@ -126,6 +126,11 @@ class Loaded:
                 raise MissingExtraError(f"{failed}: {error}", fix=fix) from error
 
 
+def ours(kind: str, name: str) -> str:
+    """The distribution of this repository that offers a plugin; empty where none does."""
+    return next((dist for dist, offers in OURS.items() if f"{kind}:{name}" in offers), "")
+
+
 def close(name: str, choices: Iterable[str]) -> str:
     """The most similar of `choices`, or an empty string."""
     return next(iter(difflib.get_close_matches(name, list(choices), 1, 0.55)), "")
@@ -313,8 +318,8 @@ class Catalogue:
 
     def _unknown(self, kind: str, name: str) -> UnknownPluginError:
         elsewhere = [e.kind for e in self.every if e.name == name]
-        if ours := [dist for dist, offers in OURS.items() if f"{kind}:{name}" in offers]:
-            fix = f"pip install {ours[0]}"
+        if distribution := ours(kind, name):
+            fix = f"pip install {distribution}"
         elif similar := close(name, self.names(kind)):
             fix = f"write {similar!r}, if that was meant"
         elif elsewhere:

@@ -1,9 +1,9 @@
 """Episodes of a lease: sessions around the pool, environments, rewards; and demonstrations as episodes.
 
-Runs inside the controller, or in a worker process that holds engine clients of its own (`RemoteSampler` is then what
-the controller calls). Promises: every random choice comes from (run seed, policy, task, attempt, member, turn), never
-from arrival order; a failing episode (an exception, a deadline, a NaN reward) is returned as failed with its reason,
-never lost and never trained; what an engine or the data did wrong stops the run. Rewards are passed on, not judged.
+Runs inside the controller, or in a worker process that holds engine clients of its own (`remote.py`). Promises:
+every random choice comes from (run seed, policy, task, attempt, member, turn), never from arrival order; a failing
+episode (an exception, a deadline, a NaN reward) is returned as failed with its reason, never lost and never trained;
+what an engine or the data did wrong stops the run. Rewards are passed on, not judged.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import asyncio
 import functools
 import itertools
 import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from miles_core.answers import plain_trajectories
 from miles_core.columns import CORE_COLUMNS, ColumnSpec, validate
 from miles_core.contracts.engine import Completion, Request
 from miles_core.contracts.environment import EpisodeContext, MultiTurn
-from miles_core.errors import DeadlineError, LateDataError, MilesError, RewardError
+from miles_core.errors import DeadlineError, EngineError, InputError, LateDataError, MilesError, RewardError
 from miles_core.records import (
     Episode,
     Finish,
@@ -39,11 +40,10 @@ from miles_core.records import (
 )
 from miles_core.seeds import family, generator
 from miles_core.session import STANDARD_COLUMNS, EpisodeFailedError, Generate, Session
-from miles_core.waits import cancel, close_all
+from miles_core.waits import cancel
 
 if TYPE_CHECKING:
     from miles_core.contracts.environment import Environment, Scorer
-    from miles_core.contracts.launcher import Workers
     from miles_core.contracts.rendering import Renderer
     from miles_core.ledger import Lease
     from miles_core.records import Array, Task
@@ -149,7 +149,7 @@ class Sampler:
             split=split,
             deadline=loop.time() + policy.deadline_s,
             seed_of=family(self._seed, policy.name, "sample", lease.task.id, lease.attempt),
-            root=functools.cache(lambda: np.asarray(policy.renderer.prompt(lease.task.prompt), np.int32)),
+            root=functools.cache(lambda: _prompt_ids(policy, lease.task)),
             text=functools.cache(policy.renderer.text),
         )
         late = f"passed its deadline of {policy.deadline_s:g} s"
@@ -198,7 +198,7 @@ class Sampler:
         except Exception as error:
             results = [error] * group_size
         plain = None
-        if not self._collects and "keep_ids" not in policy.want:
+        if requests and not self._collects and "keep_ids" not in policy.want:
             names = [episode_id(shared.group, member) for member in range(group_size)]
             plain = plain_trajectories(names, shared.root(), results, shared.sampling)
         episodes = []
@@ -302,11 +302,10 @@ class Sampler:
             cast("asyncio.Task[Any]", asyncio.current_task()).uncancel()
             return _failed(shared, member, shared.ended)
         except (Exception, SystemExit) as error:  # sys.exit() in a reward fails its episode, and not the event loop
-            cause = None if session is None else session.failure
-            if cause is not None and _stops(cause):
-                raise cause from (error if error is not cause else None)
-            if _stops(error):
-                raise
+            for cause in (None if session is None else session.failure, error):
+                if _stops(cause):
+                    told = _naming(shared.lease.task, cause)
+                    raise told from (error if error is not told else None)
             return _failed(shared, member, _reason(error))
 
     async def _ask(self, shared: _Shared, request: Request) -> tuple[Completion, Mapping[str, Any]]:
@@ -341,9 +340,28 @@ class _Context(EpisodeContext):
         return self.__dict__.setdefault("rng", self.__dict__["make_rng"]())
 
 
-def _stops(error: BaseException) -> bool:
+def _prompt_ids(policy: SamplingPolicy, task: Task) -> Array:
+    with _rendering(task):
+        return np.asarray(policy.renderer.prompt(task.prompt), np.int32)
+
+
+@contextmanager
+def _rendering(task: Task) -> Iterator[None]:
+    """What renderers refuse was to be found before the run; here it is a bad task met late."""
+    try:
+        yield
+    except InputError as error:
+        raise LateDataError(f"task {task.id!r} cannot be shown to the model: {error.message}", fix=error.fix) from error
+
+
+def _stops(error: BaseException | None) -> TypeGuard[MilesError]:
     """Whether `error` stops the run: what core, engines and data say, but not a request's deadline."""
     return isinstance(error, MilesError) and not isinstance(error, DeadlineError)
+
+
+def _naming(task: Task, error: MilesError) -> MilesError:
+    """An engine does not know which task its request belongs to; whoever must mend the task needs that."""
+    return EngineError(f"task {task.id!r}: {error.message}", fix=error.fix) if type(error) is EngineError else error
 
 
 def _reason(error: BaseException) -> str:
@@ -415,7 +433,8 @@ def demonstrations(policy: SamplingPolicy, task: Task, attempt: int, group_size:
     episodes = []
     for member, (answer, preference) in enumerate(chosen):
         name = episode_id(group, member)
-        ids, shown = policy.renderer.demonstration(task.prompt, answer)
+        with _rendering(task):
+            ids, shown = policy.renderer.demonstration(task.prompt, answer)
         trainable = np.asarray(shown, bool)
         trajectory = Trajectory(
             id=trajectory_id(name, 0),
@@ -429,69 +448,3 @@ def demonstrations(policy: SamplingPolicy, task: Task, attempt: int, group_size:
         validate(trajectory, policy.columns)
         episodes.append(Episode(id=name, member=member, trajectories=(trajectory,), preference=preference))
     return tuple(episodes)
-
-
-class RemoteSampler:
-    """A sampler in worker processes, as the controller calls it. The workers' objects have `run(lease, group_size,
-    sampling, split)`, `abort(lease_ids)` and `follow(state)`; see `SamplerEndpoint`."""
-
-    def __init__(self, workers: Workers, *, deadline_s: float = 600.0) -> None:
-        """`deadline_s` is the episodes' own; a worker that is silent for longer than that and a margin is an error."""
-        self._workers = workers
-        self._deadline_s = deadline_s
-        self._load = [0] * workers.count
-        self._where: dict[str, int] = {}
-
-    async def run(self, lease: Lease, *, group_size: int, sampling: Sampling | None, split: str) -> Group:
-        """On the worker with the fewest leases."""
-        rank = self._load.index(min(self._load))
-        self._load[rank] += 1
-        self._where[lease.id] = rank
-        try:
-            arguments = (lease, group_size, sampling, split)
-            found = await self._workers.call("run", *arguments, rank=rank, timeout_s=1.5 * self._deadline_s + 30.0)
-            group: Group = found[0]
-            return group
-        finally:
-            self._load[rank] -= 1
-            del self._where[lease.id]
-
-    async def abort(self, lease_ids: Sequence[str]) -> None:
-        by_rank: dict[int, list[str]] = {}
-        for lease in lease_ids:
-            if lease in self._where:
-                by_rank.setdefault(self._where[lease], []).append(lease)
-        calls = (self._workers.call("abort", ids, rank=rank, timeout_s=60.0) for rank, ids in by_rank.items())
-        await asyncio.gather(*calls)
-
-    async def follow(self, state: Mapping[str, Any]) -> None:
-        """Pass the controller's serving state to every worker (`Publisher(on_serving=…)`)."""
-        await self._workers.call("follow", dict(state), timeout_s=60.0)
-
-    async def close(self) -> None:
-        await self._workers.close()
-
-
-class SamplerEndpoint:
-    """What a sampler process serves to its `RemoteSampler`: its own sampler, and its own pool of engine clients.
-    `closers` close what both were built from."""
-
-    def __init__(self, sampler: Sampler, pool: Any, closers: Iterable[Callable[[], Any]]) -> None:
-        self._sampler = sampler
-        self._pool = pool
-        self._closers = closers
-
-    async def start(self) -> None:
-        await self._pool.start()
-
-    async def run(self, lease: Lease, group_size: int, sampling: Sampling | None, split: str) -> Group:
-        return await self._sampler.run(lease, group_size=group_size, sampling=sampling, split=split)
-
-    async def abort(self, lease_ids: Sequence[str]) -> None:
-        await self._sampler.abort(lease_ids)
-
-    async def follow(self, state: Mapping[str, Any]) -> None:
-        self._pool.follow(state)
-
-    async def close(self) -> None:
-        await close_all([self._sampler.close, *self._closers])

@@ -11,7 +11,7 @@ from miles_core.config.binding import bind, check_keys, fields_of, join, plain
 from miles_core.config.layers import Leaf, Tree, sections, shape, unwrap, use_of
 from miles_core.config.rules import demonstrated_size, no_section
 from miles_core.config.schema import Algorithm, Part, Policy, RoleConfig, RunFile
-from miles_core.discovery import Catalogue, Loaded
+from miles_core.discovery import Catalogue, Loaded, ours
 from miles_core.errors import CombinationError, ConfigError, MilesError, PluginContractError
 
 T = TypeVar("T")
@@ -197,7 +197,8 @@ class Binder:
         above, _, key = at.rpartition(".")
         kinds, instance = shape(at).kinds, shape(above).is_map
         use = use_of(section) or key
-        kind = next((k for k in kinds if use in self.catalogue.names(k)), kinds[-1])
+        named = [k for k in kinds if use in self.catalogue.names(k)] or [k for k in kinds if ours(k, use)]
+        kind = (*named, kinds[-1])[0]
         if use_of(section) is None and not instance and use not in self.catalogue.names(kind):
             raise ConfigError(
                 f"{at} names no plugin; installed: {self.catalogue.installed(*kinds)}", fix=f"add {at}.use"

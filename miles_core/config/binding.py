@@ -155,10 +155,10 @@ def _check_bounds(value: Any, field: dataclasses.Field[Any], path: str) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return
     low, high, help = (field.metadata.get(key) for key in ("low", "high", "help"))
-    if math.isnan(value) or (low is not None and value < low) or (high is not None and value > high):
+    if not math.isfinite(value) or (low is not None and value < low) or (high is not None and value > high):
         what = f" ({help})" if help else ""
         raise ConfigRangeError(
-            f"{path} is {value}; it must be {bounds(field) or 'a number'}{what}", fix=f"change {path}"
+            f"{path} is {value}; it must be {bounds(field) or 'a finite number'}{what}", fix=f"change {path}"
         )
 
 

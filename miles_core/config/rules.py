@@ -68,6 +68,8 @@ def _ranges(run_file: RunFile) -> Wrong:
                 f"{part.at}.temperature is {part.core.temperature:g}; sampling to train on needs one above 0",
                 "write 1.0; evaluations are greedy with eval.temperature: 0",
             )
+        if "" in part.core.stop:
+            yield f"{part.at}.stop holds an empty string, which ends every answer at once", "remove it"
         if part.core.top_p <= 0:
             yield f"{part.at}.top_p is {part.core.top_p:g}; it must be above 0", "write 1.0 to keep all"
 
@@ -111,8 +113,8 @@ def _schedule(policy: Policy, run_file: RunFile, catalogue: Catalogue) -> Wrong:
             yield f"{lag}, but demonstrations are not sampled and cannot be stale", "write 0"
     elif s.max_staleness > 0 and s.off_policy is OffPolicy.corrected and not policy.algorithm.many("corrections"):
         providers = [loaded.provider for loaded in catalogue.loadable("stage", "term")]
-        known = ", ".join(p.name for p in providers if p.field == "correction")
-        more = f", or add a correction to {join(policy.at, 'algorithm.corrections')}: {known}" if known else ""
+        known = ", ".join(p.name for p in providers if p.field == "correction") or "pip install miles-algo-correction"
+        more = f", or add a correction to {join(policy.at, 'algorithm.corrections')}: {known}"
         yield (
             f"{lag} (asynchronous), and algorithm.corrections names no off-policy correction",
             f"write {at}.off_policy=uncorrected, or {at}.max_staleness=0{more}",
@@ -292,6 +294,12 @@ def _judge(name: str, role: RoleConfig, at: str, run_file: RunFile, catalogue: C
 def _engines(run_file: RunFile, catalogue: Catalogue) -> Wrong:
     policies, engines, sync = run_file.policies.values(), run_file.engines.values(), run_file.sync
     sampled = any(policy.algorithm.keys.episodes == "sampled" for policy in policies)
+    for part in engines:
+        if len(policies) > 1 and "policies" not in catalogue.offered(part):
+            yield (
+                f"engine {part.name!r} ({part.use}) serves one policy; the run has {list(run_file.policies)}",
+                "choose an engine that offers `policies`, or train one policy a run",
+            )
     for part in engines if sampled else ():
         core, at = part.core, part.at
         cut = f"top_p is {core.top_p:g}" if core.top_p < 1 else f"top_k is {core.top_k}"

@@ -79,9 +79,9 @@ class Cispo:
 def miles_rollout():
     offers = ["weights.tensors", "logprobs", "pause.in_place", "pause.abort"]
     return [
-        Provider(name="toy", config=Engine, build=build, offers=[*offers, "keep_ids", "batch_invariant"]),
+        Provider(name="toy", config=Engine, build=build, offers=[*offers, "keep_ids", "batch_invariant", "policies"]),
         Provider(name="blind", config=Nothing, build=build, offers=["logprobs"]),
-        Provider(name="plain", config=Nothing, build=build, offers=offers),
+        Provider(name="plain", config=Nothing, build=build, offers=[*offers, "policies"]),
         Provider(name="reader", config=Nothing, build=build, offers=["prompt_logprobs", "weights.checkpoint"]),
     ]
 

@@ -1,17 +1,18 @@
 """Episodes: rewards, failures and their reasons, what stops a run, seeds, demonstrations, abort, workers."""
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 from sampling_fakes import FakeEngine, FakeRenderer, admit, answer
 
 from miles_core.columns import CORE_COLUMNS, ColumnSpec, Level
-from miles_core.errors import DeadlineError, EngineError, LateDataError, QuorumError, RewardError
+from miles_core.errors import DataError, DeadlineError, EngineError, LateDataError, QuorumError, RewardError
 from miles_core.pool import Pool
 from miles_core.records import Finish, Origin, Sampling, Score, Status, Task
-from miles_core.sampler import RemoteSampler, Sampler, SamplerEndpoint, SamplingPolicy
+from miles_core.remote import RemoteSampler, SamplerEndpoint
+from miles_core.sampler import Sampler, SamplingPolicy
 from miles_core.seeds import derive
 from miles_core.waits import cancel
 
@@ -193,6 +194,35 @@ def test_engine_errors_stop_the_run_and_cancel_siblings(error):
         assert not [timer for timer in asyncio.get_running_loop()._scheduled if not timer.cancelled()]
 
     asyncio.run(main())
+
+
+def test_an_engine_that_refuses_a_request_is_told_with_the_task():
+    async def generate(request):
+        raise EngineError(f"the prompt of request {request.id!r} has 80 tokens", fix="shorten it")
+
+    with pytest.raises(EngineError, match=r"E600: task 'env:train:0': the prompt of request 'L1/0/0' has 80") as e:
+        run(make(Env(), generate)[0])
+    assert e.value.fix == "shorten it" and isinstance(e.value.__cause__, EngineError)
+
+
+@pytest.mark.parametrize("sampling", [SAMPLING, None])
+def test_a_task_that_cannot_be_rendered_is_late_data_with_its_id(sampling, monkeypatch):
+    def refuse(*args):
+        raise DataError("no token for 'A'", fix="use the characters of the model")
+
+    for method in ("prompt", "demonstration"):
+        monkeypatch.setattr(FakeRenderer, method, refuse)
+    with pytest.raises(LateDataError, match="task 'env:train:0' cannot be shown to the model: no token for 'A'") as e:
+        lease = FakeLease(task=replace(TASK, demonstrations=("x",)))
+        run(make(Env())[0], lease, size=1, sampling=sampling)
+    assert e.value.exit_code == 3 and e.value.fix == "use the characters of the model"
+
+
+def test_a_renderer_that_breaks_fails_its_episodes(monkeypatch):
+    monkeypatch.setattr(FakeRenderer, "prompt", lambda self, prompt: 1 // 0)
+    group = run(make(Env())[0])
+    assert [e.status for e in group.episodes] == [Status.FAILED] * 2
+    assert all("ZeroDivisionError" in e.error for e in group.episodes)
 
 
 def test_late_data_stops_the_run():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from types import SimpleNamespace
 from typing import Any
 
@@ -362,3 +363,36 @@ def test_a_window_that_never_cuts_is_accepted() -> None:
 def test_stop_ids_come_from_the_renderer() -> None:
     engine = build(QWEN)
     assert np.flatnonzero(engine.slots.is_stop).tolist() == [EOS]
+
+
+@pytest.mark.parametrize("end", ["close", "failure"])
+def test_an_engine_that_ends_tells_those_who_wait_and_nobody_else(model: Any, end: str) -> None:
+    """Commands that nobody awaits (to forget a batch) and callers that went away leave nothing for the event loop."""
+    heard: list[dict[str, Any]] = []
+
+    async def main() -> list[Any]:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: heard.append(context))
+        engine = await started(model, QWEN, slots=4)
+        endless(engine)
+        jobs = await stand_still(engine, [request(f"r{i}", [3, 4], max_new_tokens=60) for i in range(3)])
+        engine._running = True  # the worker takes nothing up any more: commands stay where they are
+        for job in jobs[:2]:
+            job.cancel()
+        gone = asyncio.ensure_future(engine.pause("finish"))
+        waits = asyncio.ensure_future(engine.control(lambda: None))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert len(engine._commands) == 4 and len(engine._draining) == 0
+        gone.cancel()
+        engine._draining.append(asyncio.get_running_loop().create_future())  # as of a pause that never came through
+        if end == "close":
+            await engine.close()
+        else:
+            engine._landed(asyncio.get_running_loop(), RuntimeError("out of memory"))
+        return await asyncio.gather(jobs[2], waits, return_exceptions=True)
+
+    said = run(main())
+    gc.collect()
+    word = "was closed" if end == "close" else "failed: RuntimeError"
+    assert [type(error) for error in said] == [EngineError, EngineError] and all(word in str(e) for e in said)
+    assert heard == []

@@ -393,7 +393,9 @@ class LocalEngine:
         self._commands.clear()
         self._draining.clear()
         for future in waiting:
-            _resolve(future, None, error)
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # heard: where nobody awaits it (`_forget`), the event loop has nothing to tell
 
     # --- in the worker thread ----------------------------------------------------------------------------------------
 

@@ -1,15 +1,17 @@
-"""The proof behind `miles audit`: a whole journal against what the schedule promises. Pure."""
+"""The proof behind `miles audit`: a whole journal against what the schedule promises, and against what else the run
+directory says. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from miles_core.history import History
 
 if TYPE_CHECKING:
     from miles_core.config.schema import ScheduleConfig
-    from miles_core.journal import Frame
+    from miles_core.journal import Frame, Position
 
 
 def check_history(
@@ -69,6 +71,87 @@ def check_versions(frames: Iterable[Frame]) -> list[str]:
                     "for it and was never verified"
                 )
     return found
+
+
+class Reached:
+    """Where a journal ends and how many steps it had consumed at each of its positions. `ends`: by segment, the byte
+    behind its last record."""
+
+    def __init__(self, frames: Sequence[Frame], ends: Mapping[int, int]) -> None:
+        self._ends = ends
+        self._between = {frame.position for frame in frames} | set(ends.items())
+        self._at: list[Position] = []
+        self._steps: list[dict[str, int]] = [{}]
+        for frame in frames:
+            if frame.kind == "trained":
+                self._steps.append({**self._steps[-1], frame.header["policy"]: frame.header["step"] + 1})
+            elif frame.kind == "lineage":
+                self._steps.append(dict(frame.header["steps"]))
+            else:
+                continue
+            self._at.append(frame.position)
+
+    def check(self, what: str, position: Position, steps: Mapping[str, int]) -> list[str]:
+        """Hold against the journal that `steps` were consumed at `position`, which `what` says."""
+        (segment, byte), name = position, f"journal/{position[0]:06d}.frames"
+        if position not in self._between:
+            end = self._ends.get(segment)
+            if end is None or byte > end:
+                where = "which is not there" if end is None else f"whose records end at byte {end}"
+            else:
+                where = "where no record begins or ends"
+            return [f"{what} at byte {byte} of {name}, {where}"]
+        had = self._steps[bisect_left(self._at, position)]
+        return [
+            f"{what} at byte {byte} of {name} with {count} steps of policy {policy}; there the journal has "
+            f"{had.get(policy, 0)}"
+            for policy, count in steps.items()
+            if count != had.get(policy, 0)
+        ]
+
+
+def check_positions(
+    frames: Sequence[Frame], ends: Mapping[int, int], ledgers: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
+    """Every position that a checkpoint (`ledgers`: file -> content, of whatever lineage) or a lineage was written at
+    lies in the journal, and the steps that it had consumed are those of the journal there."""
+    reached = Reached(frames, ends)
+    found: list[str] = []
+    for file, ledger in ledgers.items():
+        try:
+            segment, byte = ledger["journal"]
+            steps = {policy: int(book["consumed"]) for policy, book in ledger["policies"].items()}
+        except (KeyError, TypeError, ValueError, AttributeError):
+            found.append(f"{file} is no ledger of a checkpoint")
+        else:
+            found += reached.check(f"{file} was written", (segment, byte), steps)
+    for frame in frames:
+        if frame.kind == "lineage":
+            cut = (frame.header["cut"][0], frame.header["cut"][1])
+            found += reached.check(f"lineage {frame.header['lineage']} goes on", cut, frame.header["steps"])
+    return found
+
+
+def check_metrics(frames: Iterable[Frame], lines: Iterable[Mapping[str, Any]]) -> list[str]:
+    """`metrics.jsonl` knows no step that the journal does not: of the newest lineage, for where a machine died, what
+    older ones wrote and did not sync may be lost. A step is journalled before it is reported."""
+    known: set[tuple[str, int, int]] = set()
+    newest = 0
+    for frame in frames:
+        if frame.kind == "trained":
+            known.add((frame.header["policy"], frame.header["lineage"], frame.header["step"]))
+        elif frame.kind == "lineage":
+            newest = max(newest, frame.header["lineage"])
+    unknown: dict[tuple[str, int], list[int]] = {}
+    for line in lines:
+        told = (line["policy"], line["lineage"], line["step"]) if line.get("type") == "train" else None
+        if told and line["lineage"] >= newest and told not in known:
+            unknown.setdefault(told[:2], []).append(line["step"])
+    return [
+        f"metrics.jsonl has {len(steps)} step(s) of policy {policy} in lineage {lineage} that the journal does not "
+        f"have, from step {min(steps)} to step {max(steps)}"
+        for (policy, lineage), steps in unknown.items()
+    ]
 
 
 def _check_batch(header: Mapping[str, Any], history: History, schedule: ScheduleConfig) -> list[str]:

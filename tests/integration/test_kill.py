@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from miles_core.cli.accounting import check_history
+from miles_core.cli.audit import audit
 from miles_core.config.compose import load
 from miles_core.discovery import scan
 from miles_core.driver import execute
@@ -80,13 +81,17 @@ def test_kills_at_a_hundred_random_points(tmp_path, overlap, toy_text):
         (folder / "toy.yaml").write_text(toy_text)
         runs += 1
         for _ in range(4):
-            if not _kill_at_random(folder, overrides, rng, span_s):
+            alive = _kill_at_random(folder, overrides, rng, span_s)
+            if (folder / "runs/toy").is_dir():
+                assert audit(folder / "runs/toy") == 0  # whatever the kill left
+            if not alive:
                 break
             kills += 1
         done = (folder / "runs/toy/checkpoints" / f"step_{STEPS:06d}" / "COMMIT").is_file()
         run = RunDir.open(folder / "runs/toy") if done else _finish(folder, overrides)
         schedules = {"main": load(folder / "toy.yaml", overrides, catalogue=scan()).policies["main"].schedule}
         assert check_history(read(run.path / "journal"), schedules, finished=not done) == []
+        assert audit(run.path) == 0
         assert run.latest().step == STEPS
         if not overlap:
             assert _losses(run) == expected

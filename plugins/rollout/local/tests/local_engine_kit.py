@@ -86,12 +86,12 @@ def stream(model: Any) -> list[tuple[TensorSpec, torch.Tensor]]:
     ]
 
 
-def build(architecture: dict[str, Any], *, core: Any = None, **options: Any) -> Any:
+def build(architecture: dict[str, Any], *, core: Any = None, run: Any = None, **options: Any) -> Any:
     source = ModelSource(asked="test", architecture=architecture)
     context = BuildContext(
         place=Place.CONTROLLER,
         name="local",
-        run=None,
+        run=run,
         model=source,
         renderer=RENDERER,
         core=core,  # type: ignore[arg-type]

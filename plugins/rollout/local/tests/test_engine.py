@@ -24,6 +24,7 @@ from local_engine_kit import (
     version,
 )
 
+from miles_core.config.schema import EngineKeys
 from miles_core.contracts.engine import Engine
 from miles_core.contracts.engine import Request as EngineRequest
 from miles_core.errors import CapabilityError, ConfigError, DeadlineError, EngineError, ModelSourceError
@@ -396,3 +397,24 @@ def test_an_engine_that_ends_tells_those_who_wait_and_nobody_else(model: Any, en
     word = "was closed" if end == "close" else "failed: RuntimeError"
     assert [type(error) for error in said] == [EngineError, EngineError] and all(word in str(e) for e in said)
     assert heard == []
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options", "said"),
+    [
+        (95, {}, ""),
+        (96, {}, "max_new_tokens is 96, and its model has positions for 96 tokens"),
+        (16, {"max_length": 17}, ""),
+        (16, {"max_length": 16}, "max_new_tokens is 16, and rollout.max_length is 16 tokens"),
+    ],
+)
+def test_answers_that_can_never_be_as_long_as_asked_are_announced(
+    caplog: pytest.LogCaptureFixture, tokens: int, options: dict[str, Any], said: str
+) -> None:
+    build(QWEN, core=EngineKeys(max_new_tokens=tokens), **options)
+    assert [said in record.getMessage() for record in caplog.records] == ([True] if said else [])
+
+
+def test_an_engine_that_only_scores_announces_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    build(QWEN, core=EngineKeys(max_new_tokens=256), run=SimpleNamespace(judges={"local": None}, policies={}))
+    assert not caplog.records

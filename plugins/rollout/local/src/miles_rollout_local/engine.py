@@ -8,6 +8,7 @@ loop as long as there is work. Requests that came together are handed over toget
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +32,8 @@ from miles_rollout_local.port import CheckpointPort, TensorsPort
 from miles_rollout_local.scoring import asked
 from miles_rollout_local.slots import Slots
 from miles_rollout_local.weights import LiveWeights
+
+_log = logging.getLogger(__name__)
 
 #: Largest cache that `batch_invariant` allocates at once without being told a length.
 _UNASKED_CACHE_BYTES = 2**30
@@ -67,7 +70,25 @@ def build(config: LocalConfig, context: BuildContext, offers: frozenset[str]) ->
         )
         return Lane(slots, LiveWeights(model), Adapters(model) if verified and not config.batch_invariant else None)
 
-    return LocalEngine(context.name, Lanes(context.name, source, lane), offers)
+    engine = LocalEngine(context.name, Lanes(context.name, source, lane), offers)
+    _warn_of_cut_answers(context, engine.slots.max_length, asked=config.max_length is not None)
+    return engine
+
+
+def _warn_of_cut_answers(context: BuildContext, limit: int, *, asked: bool) -> None:
+    """Said and not refused: a run whose answers end by themselves never meets the limit."""
+    judges = getattr(context.run, "judges", {})
+    if context.core is None or context.name in judges or context.core.max_new_tokens < limit:  # a judge samples nothing
+        return
+    whose = "rollout.max_length is" if asked else "its model has positions for"
+    _log.warning(
+        "rollout %r: max_new_tokens is %d, and %s %d tokens, prompt and answer together: answers end there, with "
+        "finish `length`, and max_new_tokens is never reached\nFix: write a max_new_tokens that fits behind a prompt",
+        context.name,
+        context.core.max_new_tokens,
+        whose,
+        limit,
+    )
 
 
 def _refuse_unlike(context: BuildContext) -> None:

@@ -260,3 +260,39 @@ def test_many_rows_are_found_by_offset(tmp_path):
     source = env(tmp_path, check_rows=10, shuffle=False).tasks("train")
     for i in np.random.default_rng(0).integers(0, 3000, 50):
         assert source.task(int(i)).prompt.endswith(f"q{i}")
+
+
+def test_the_digest_says_whether_files_changed(tmp_path):
+    ten = rows(10)
+    held = write(tmp_path / "held.jsonl", rows(4, start=20))
+    digest = env(write(tmp_path / "tasks.jsonl", ten).parent).digest
+    assert len(digest) == 64 and env(tmp_path, seed=8, shuffle=False).digest == digest
+    (tmp_path / "moved").mkdir()
+    assert env(write(tmp_path / "moved" / "tasks.jsonl", ten).parent).digest == digest
+    both = env(tmp_path, eval_path="held.jsonl").digest
+    write(tmp_path / "tasks.jsonl", ten[::-1])
+    assert env(tmp_path).digest != digest
+    write(tmp_path / "tasks.jsonl", ten)
+    assert env(tmp_path).digest == digest and env(tmp_path, eval_path="held.jsonl").digest == both
+    write(held, rows(5, start=20))
+    assert env(tmp_path).digest == digest and env(tmp_path, eval_path="held.jsonl").digest != both
+
+
+def test_the_digest_is_of_the_file_that_rows_come_from(tmp_path):
+    environment = env(write(tmp_path / "tasks.jsonl", rows(3)).parent, shuffle=False)
+    first = environment.tasks("train").task(0)
+    digest = environment.digest
+    write(tmp_path / "other.jsonl", rows(3, start=5)).rename(tmp_path / "tasks.jsonl")
+    assert environment.digest == digest != env(tmp_path).digest
+    assert environment.tasks("train").task(0) == first and environment.tasks("train").task(2).prompt == "q2"
+
+
+def test_the_digest_of_parquet_and_of_a_file_that_is_missing(tmp_path):
+    digests = []
+    for first in ("p", "q"):
+        table = pyarrow.table({"prompt": [first, "x"], "answer": [1, 2]})
+        pyarrow.parquet.write_table(table, tmp_path / "tasks.parquet")
+        digests.append(env(tmp_path, path="tasks.parquet", eval_fraction=0.5).digest)
+    assert digests[0] != digests[1]
+    with pytest.raises(DataError, match=r"no file 'tasks.jsonl'"):
+        _ = env(tmp_path).digest

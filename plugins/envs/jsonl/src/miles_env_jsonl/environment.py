@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -77,6 +78,16 @@ class JsonlEnvironment:
         held_out = config.eval_path is not None or config.eval_fraction is not None
         self.task_splits: tuple[str, ...] = ("train", "eval") if held_out else ("train",)
         self._sources: dict[str, FileTasks] = {}
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over the files that tasks are read from, split by split: another one means other tasks.
+
+        Raises `DataError` as `tasks` does.
+        """
+        files = [self.tasks(split).reader.rows for split in self.task_splits]
+        found = {rows: rows.digest() for rows in dict.fromkeys(files)}  # one file may hold both splits
+        return hashlib.sha256("".join(found[rows] for rows in files).encode()).hexdigest()
 
     def tasks(self, split: str) -> FileTasks:
         """Raises `DataError` for a missing file, an empty split, or a bad row among those checked beforehand."""

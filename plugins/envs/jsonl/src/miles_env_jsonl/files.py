@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -25,13 +26,16 @@ class BadRow(Exception):
 
 
 class Rows(Protocol):
-    """A file's rows. `read` raises `BadRow`; `where` names file and line (1-based) for messages."""
+    """A file's rows. `read` raises `BadRow`; `where` names file and line (1-based) for messages; `digest` is the file's
+    SHA-256."""
 
     def __len__(self) -> int: ...
 
     def read(self, row: int) -> Mapping[str, Any]: ...
 
     def where(self, row: int) -> str: ...
+
+    def digest(self) -> str: ...
 
 
 def split_slice(text: str) -> tuple[str, slice]:
@@ -104,6 +108,11 @@ class JsonlRows:
             raise BadRow(self.where(row), f"holds a {kind_of(value)}, not an object", "write one object a line")
         return value
 
+    def digest(self) -> str:
+        with open(self._fd, "rb", closefd=False) as file:  # the very file that rows come from
+            file.seek(0)
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
 
 class ParquetRows:
     """A Parquet file, held as an Arrow table."""
@@ -131,6 +140,10 @@ class ParquetRows:
     def read(self, row: int) -> Mapping[str, Any]:
         (value,) = self._table.slice(row, 1).to_pylist()
         return dict(value)
+
+    def digest(self) -> str:
+        with open(self.path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _no_constant(name: str) -> Any:

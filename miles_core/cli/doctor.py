@@ -86,7 +86,8 @@ def of_everything(catalogue: Catalogue) -> list[Finding]:
 
 
 def of_file(file: Path, overrides: tuple[str, ...], catalogue: Catalogue) -> list[Finding]:
-    """One run: its file, capabilities, model sources, data, and the health checks of the plugins that it names."""
+    """One run: its file, its directory, capabilities, model sources, data, and the health checks of the plugins that it
+    names."""
     from miles_core.cli.probe import probe_all
     from miles_core.config.compose import load
 
@@ -94,9 +95,22 @@ def of_file(file: Path, overrides: tuple[str, ...], catalogue: Catalogue) -> lis
         run_file = load(file, overrides, catalogue=catalogue)
     except MilesError as error:
         return [Finding(name=str(file), ok=False, finding=f"{error.code}: {error.message}", fix=error.fix)]
-    findings = [Finding(name=str(file), ok=True, finding="well-formed"), _prepared(run_file, catalogue)]
+    findings = [Finding(name=str(file), ok=True, finding="well-formed"), _directory(run_file)]
+    findings.append(_prepared(run_file, catalogue))
     entries = list(dict.fromkeys(catalogue.find(p.kind, p.use) for p in run_file.parts()))
     return findings + probe_all(entries)
+
+
+def _directory(run_file: RunFile) -> Finding:
+    from miles_core.driver import run_path
+    from miles_core.run import refuse_existing
+
+    path = run_path(run_file)
+    try:
+        refuse_existing(path)
+    except MilesError as error:
+        return Finding(name="run directory", ok=False, finding=f"{error.code}: {error.message}", fix=error.fix)
+    return Finding(name="run directory", ok=True, finding=f"{path} is free")
 
 
 def _prepared(run_file: RunFile, catalogue: Catalogue) -> Finding:

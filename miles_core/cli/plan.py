@@ -39,6 +39,7 @@ def plan(
     from miles_core.config.rules import violations
     from miles_core.discovery import scan
     from miles_core.driver import run_path
+    from miles_core.run import refuse_existing
 
     catalogue = scan()
     given = tuple(overrides or ())
@@ -69,6 +70,12 @@ def plan(
         try:
             models = "\n".join(f"  {line}" for line in _models(run_file, catalogue, path))
             print(f"\nmodels\n{models}")
+        except MilesError as error:
+            refused.append(error)
+
+    if not file.is_dir():  # a run directory is asked for to go on with it
+        try:
+            refuse_existing(path)
         except MilesError as error:
             refused.append(error)
 

@@ -290,6 +290,22 @@ def test_plan_does_not_claim_a_ratio_of_one_for_old_tokens(miles):
     assert line.startswith("no ") and "max_staleness is 2" in line
 
 
+def test_plan_and_doctor_refuse_a_run_directory_that_exists(miles):
+    folder = Path("runs/mine")
+    code, out, _ = miles("plan", "run.yaml", "run.name=mine")
+    assert code == 2 and "refused: 1\n" in out and "MILES-E900" not in out
+    assert "ok    run directory: runs/mine is free" in miles("doctor", "run.yaml", "run.name=mine")[1].splitlines()
+    folder.mkdir(parents=True)
+    assert "MILES-E900" not in miles("plan", "run.yaml", "run.name=mine")[1]  # as empty as `miles run` takes it
+    (folder / "kept").touch()
+    code, out, _ = miles("plan", "run.yaml", "run.name=mine")
+    assert code == 2 and "refused: 2\n" in out
+    assert "  MILES-E900: the run directory runs/mine exists\n    Fix: go on with it by --resume" in out
+    code, out, _ = miles("doctor", "run.yaml", "run.name=mine")
+    assert code == 1 and "FAIL  run directory: MILES-E900: the run directory runs/mine exists" in out.splitlines()
+    assert "      Fix: go on with it by --resume" in out
+
+
 def test_version(miles):
     code, out, _ = miles("--version")
     assert code == 0 and out.startswith("miles ") and out.count(".") >= 1

@@ -90,7 +90,8 @@ def test_a_plan_says_whose_model_a_role_is(tmp_path):
     """And which parts a coefficient of 0 leaves out; what follows another model has no optimizer."""
     file = tmp_path / "run.yaml"
     file.write_text(BASE + SAMPLED + PPO.replace("reward_kl: {coef: 0.01}", "whiten: {}") + SHARED)
-    done = subprocess.run([Path(sys.executable).with_name("miles"), "plan", str(file)], capture_output=True, text=True)
+    command = [Path(sys.executable).with_name("miles"), "plan", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
     assert "main/critic: shares the model of actor" in lines

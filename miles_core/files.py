@@ -28,8 +28,9 @@ class Files:
 
     def write(self, fd: int, parts: Sequence[bytes]) -> None:
         """Append all parts, however many calls the system needs."""
-        for part in parts:  # they may be large: never copied
-            rest = memoryview(part)
+        written = os.writev(fd, parts)  # one call for a small frame, and no copy of a large one
+        if written < sum(map(len, parts)):
+            rest = memoryview(b"".join(parts))[written:]
             while rest:
                 rest = rest[os.write(fd, rest) :]
 

@@ -32,7 +32,7 @@ _PREFIX = struct.Struct("<QQ")
 _HEADER_LENGTH = struct.Struct("<I")
 _MARK = b'{"kind":'  # how every header begins: finds frames behind a bad one
 _SMALLEST = _HEADER_LENGTH.size + len(_MARK)
-_ENCODE = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+_ENCODE = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False).encode
 
 #: (segment, offset) of a frame, or of the end.
 Position = tuple[int, int]
@@ -90,7 +90,7 @@ class Journal:
             )
         try:
             text = _ENCODE({"kind": kind, **fields}).encode()
-        except (TypeError, ValueError) as error:  # UnicodeEncodeError too: half of a surrogate pair
+        except (TypeError, ValueError, RecursionError) as error:  # UnicodeEncodeError too: half of a surrogate pair
             raise RecordError(
                 f"a {kind!r} record holds what JSON cannot: {error}",
                 fix="return plain JSON from environments: numbers, strings, lists and dicts in a score's info",

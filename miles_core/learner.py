@@ -120,9 +120,9 @@ class Learner:
 
     def _exclude(self, batch: Batch, groups: Sequence[Group]) -> Batch:
         episodes = [e for g in groups for e in g.episodes]
-        failed = np.array([e.status == Status.FAILED for e in episodes])
-        cut_off = np.array([_truncated(e) for e in episodes])
-        excluded = failed | cut_off if self._keys.truncated == "mask" else failed
+        excluded = failed = np.array([e.status == Status.FAILED for e in episodes])
+        if self._keys.truncated == "mask":
+            excluded = failed | np.array([_truncated(e) for e in episodes])
         uncounted = failed if self._keys.excluded_count_in_baseline else excluded
         return batch.with_columns(
             {

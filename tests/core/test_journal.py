@@ -361,3 +361,13 @@ def test_a_process_killed_inside_a_write_leaves_a_tail_that_is_cut(folder):
     reopened.append("note", {"n": 2})
     reopened.close()
     assert [n for n, _ in notes(folder)] == [0, 2]
+
+
+def test_a_record_that_holds_itself_is_refused(tmp_path):
+    journal = Journal(tmp_path / "j")
+    info: dict[str, object] = {}
+    info["again"] = info
+    with pytest.raises(RecordError, match="holds what JSON cannot"):
+        journal.append("lease", info)
+    journal.append("lease", {"id": "a"})  # and the journal goes on
+    assert [frame.kind for frame in read(tmp_path / "j")] == ["segment", "lease"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -120,15 +120,22 @@ def _refuse_large_cache(config: LocalConfig, model: Any, limit: int) -> None:
 
 
 class _Batch:
-    """Requests that came together. `left` counts those that the worker has not finished."""
+    """Requests that came together: jobs, made by who goes through them. `left` counts those that the worker has not
+    finished."""
 
-    __slots__ = ("alike", "future", "jobs", "left", "results")
+    __slots__ = ("alike", "future", "left", "requests", "results")
 
     def __init__(self, future: asyncio.Future[None], requests: Sequence[Request]) -> None:
         self.future, self.left = future, len(requests)
         self.results: list[Completion | Exception | None] = [None] * len(requests)
-        self.jobs = [Job(request, self, index) for index, request in enumerate(requests)]
+        self.requests = requests
         self.alike: dict[Any, Any] = {}  # prompts that were checked already: requests that come together differ little
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def __iter__(self) -> Iterator[Job]:
+        return (Job(request, self, index) for index, request in enumerate(self.requests))
 
 
 class LocalEngine:
@@ -142,8 +149,8 @@ class LocalEngine:
         self._draining: list[asyncio.Future[None]] = []  # callers of pause("finish")
         self._closed = False
         self._failure: BaseException | None = None
-        self._arrived: list[Job] = []  # in this turn of the event loop; the worker gets them all at once
-        self._incoming: deque[Job] = deque()
+        self._arrived: list[_Batch | list[Job]] = []  # in this turn of the event loop; the worker gets them all at once
+        self._incoming: deque[_Batch | list[Job]] = deque()
         self._parked: list[Job] = []
         self._inflight: set[_Batch] = set()
         self._commands: deque[tuple[Callable[[], Any], asyncio.Future[Any]]] = deque()
@@ -186,7 +193,10 @@ class LocalEngine:
         loop = asyncio.get_running_loop()
         batch = _Batch(loop.create_future(), requests)
         self._inflight.add(batch)
-        (self._parked if self._parking else self._arrived).extend(batch.jobs)
+        if self._parking:
+            self._parked.extend(batch)
+        else:
+            self._arrived.append(batch)
         self._kick(loop)
         timer = loop.call_later(min(request.deadline_s for request in requests), self._expire, batch)
         try:
@@ -205,7 +215,7 @@ class LocalEngine:
         def chosen(job: Job) -> bool:
             return wanted is None or job.request.id in wanted
 
-        self._arrived.extend(job for job in self._parked if chosen(job))
+        self._arrived.append([job for job in self._parked if chosen(job)])
         self._parked = [job for job in self._parked if not chosen(job)]
         await self.control(lambda: self.lanes.abort(chosen))
 
@@ -233,8 +243,8 @@ class LocalEngine:
 
     async def resume(self) -> None:
         self._parking = False
-        self._arrived.extend(self._parked)
-        self._parked.clear()
+        self._arrived.append(self._parked)
+        self._parked = []
 
         def go() -> None:
             self._paused = False
@@ -255,7 +265,7 @@ class LocalEngine:
     async def health(self) -> Health:
         detail = "closed" if self._closed else repr(self._failure) if self._failure else ""
         running, waiting = self.lanes.counts()
-        waiting += len(self._arrived) + len(self._incoming) + len(self._parked)
+        waiting += len(self._parked) + sum(map(len, [*self._arrived, *self._incoming]))
         return Health(ok=not detail, detail=detail, running=running, waiting=waiting)
 
     async def close(self) -> None:
@@ -363,10 +373,10 @@ class LocalEngine:
         if batch.future.done():
             return
         held = " (it is paused or loading weights)" if self._paused or self.loading else ""
-        for job in batch.jobs:
-            if batch.results[job.index] is None:
-                batch.results[job.index] = DeadlineError(
-                    f"request {job.request.id!r} took over {job.request.deadline_s} s on engine {self.name!r}{held}",
+        for index, request in enumerate(batch.requests):
+            if batch.results[index] is None:
+                batch.results[index] = DeadlineError(
+                    f"request {request.id!r} took over {request.deadline_s} s on engine {self.name!r}{held}",
                     fix="raise the deadline, or look at what keeps the engine",
                 )
         batch.future.set_result(None)
@@ -436,7 +446,8 @@ class LocalEngine:
             return False
         lanes = self.lanes
         while self._incoming:
-            self._enter(self._incoming.popleft(), loop)
+            for job in self._incoming.popleft():
+                self._enter(job, loop)
         ran = bool(self._commands)
         while self._commands:
             command, future = self._commands.popleft()

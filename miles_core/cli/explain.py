@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -33,7 +33,13 @@ def _policy(policy: Policy, run_file: RunFile, catalogue: Catalogue) -> Iterator
     at = join(policy.at, "algorithm")
     yield f"policy {policy.name}: {algorithm.preset or 'no preset'}"
     if algorithm.preset:
-        yield from _says(catalogue, "algorithm", algorithm.preset, "  ")
+        indent = "  "
+        how, paths = _apart(algorithm.preset, at, run_file, catalogue)
+        if paths:
+            yield f"  preset {algorithm.preset}, {how} in: {', '.join(paths)}"
+            yield "  by itself it is:"
+            indent = "    "
+        yield from _says(catalogue, "algorithm", algorithm.preset, indent)
     parts = [(field, part) for field in algorithm.parts for part in algorithm.many(field)]
     terms = [part for _, part in parts if part.kind == "term" and is_on(part) and part.core is not None]
     yield "  minimises " + " + ".join(f"{part.core.coef:g} · agg({part.name})" for part in terms)
@@ -59,6 +65,49 @@ def _policy(policy: Policy, run_file: RunFile, catalogue: Catalogue) -> Iterator
         late = f", from step {role.from_step}" if role.from_step else ""
         yield f"  role {name}: {origin}, {role.update.value}{moves}{late}"
     yield ""
+
+
+def _apart(preset: str, at: str, run_file: RunFile, catalogue: Catalogue) -> tuple[str, list[str]]:
+    """Paths at which the section `at` is not what its preset, under the options given to it, resolves to by itself; and
+    what the run file did to the preset there."""
+    from miles_core.config.binder import Binder
+    from miles_core.config.compose import _with_presets as with_presets
+    from miles_core.config.layers import ALGORITHM_KEYS, layer
+    from miles_core.errors import ConfigError
+
+    section: Mapping[str, Any] = run_file.tree
+    for key in at.split("."):
+        section = section[key]
+    given = {key: value for key, value in section.items() if key == "use" or key not in ALGORITHM_KEYS}
+    binder = Binder(catalogue)
+    try:
+        binder.algorithm(with_presets(layer({"algorithm": given}, "file"), catalogue), "")
+        return "changed", list(_differing(section, binder.tree["algorithm"], at))
+    except ConfigError:  # it leaves something to the run file, such as a bound or the loss
+        alone = _not_given(section, at, run_file.origins) | {"use": preset}
+        return "completed or changed", list(_differing(section, alone, at))
+
+
+def _not_given(section: Mapping[str, Any], at: str, origins: Mapping[str, str]) -> dict[str, Any]:
+    """The section without what file, extensions and command line gave, as the origins tell."""
+    found: dict[str, Any] = {}
+    for key, value in section.items():
+        path = f"{at}.{key}"
+        if isinstance(value, Mapping) and value:
+            found[key] = _not_given(value, path, origins)
+        elif origins.get(path, "default").partition(" ")[0] in ("preset", "default"):
+            found[key] = value
+    return found
+
+
+def _differing(new: Mapping[str, Any], old: Mapping[str, Any], at: str) -> Iterator[str]:
+    """Paths that differ; of a part that is another plugin, or that only one of them has, its own path alone."""
+    for key in dict.fromkeys([*new, *old]):
+        one, two = (None if tree.get(key) == {} else tree.get(key) for tree in (new, old))
+        if isinstance(one, Mapping) and isinstance(two, Mapping) and one.get("use") == two.get("use"):
+            yield from _differing(one, two, f"{at}.{key}")
+        elif one != two:
+            yield f"{at}.{key}"
 
 
 def _from(catalogue: Catalogue, part: Part) -> str:

@@ -176,6 +176,72 @@ def test_config_show_explains_the_objective_with_every_constant(miles):
         assert line in lines
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "changed"),
+    [
+        ("{use: grpo}", None),
+        ("{use: dr_grpo}", None),  # which changes grpo; as it stands it is what it says
+        ("{use: cispo, hi: 5.0}", None),  # an option of the preset's own
+        ("{use: grpo, advantage: {use: group, scale: std, eps: 1.0e-6}, loss: clip, kl: {coef: 0}, filters: {}}", None),
+        ("{use: grpo, advantage: {scale: std}, aggregation: token_mean}", "algorithm.aggregation"),
+        ("{use: grpo, advantage: {use: batch}, kl: null}", "algorithm.advantage, algorithm.kl"),
+        ("{use: grpo, loss: {hi: 0.3}, corrections: {tis: {}}}", "algorithm.corrections, algorithm.loss.hi"),
+        ("{use: cispo, hi: 5.0, loss: {hi: 0.3}}", "algorithm.loss.hi"),
+        (
+            "{use: lossless, loss: {use: clip, lo: 0.1}, aggregation: token_mean}",
+            "algorithm.aggregation, algorithm.loss",
+        ),
+    ],
+)
+def test_an_explained_preset_says_where_it_was_changed(miles, algorithm, changed):
+    preset = """
+        from dataclasses import dataclass
+        from miles_core import hookimpl
+        from miles_core.provider import Provider
+
+        @dataclass
+        class Config:
+            pass
+
+        @hookimpl
+        def miles_algorithm():
+            return Provider(name="lossless", config=Config, explain="As it stands.", build=lambda config, context: {
+                "advantage": "group", "aggregation": "episode_mean"})
+    """
+    miles.plugins.add("acme-lossless", kind="algorithm", names=("lossless",), code=preset)
+    Path("run.yaml").write_text(FILE.replace("algorithm: grpo", f"algorithm: {algorithm}"))
+    code, out, err = miles("config", "show", "run.yaml", "--explain")
+    name = algorithm.split()[1].strip(",}")
+    lines = out.splitlines()
+    assert code == 0 and lines[0] == f"policy main: {name}", err
+    if changed is None:
+        assert "changed" not in out
+    elif name == "lossless":
+        assert lines[1] == f"  preset {name}, completed or changed in: {changed}"
+        assert lines[2:4] == ["  by itself it is:", "    As it stands."]
+    else:
+        assert lines[1:3] == [f"  preset {name}, changed in: {changed}", "  by itself it is:"]
+
+
+def test_an_explained_preset_of_one_of_several_policies(miles):
+    Path("many.yaml").write_text(
+        """
+rollout: {use: toy}
+backend: sgd
+sync: bucketed
+policies:
+  alice: {model: {use: causal-lm, source: a}, env: arithmetic, algorithm: {use: grpo, aggregation: token_mean}}
+  bob: {model: {use: causal-lm, source: b}, env: jsonl, algorithm: grpo}
+"""
+    )
+    code, out, err = miles("config", "show", "many.yaml", "policies.bob.algorithm.kl.coef=0.1", "--explain")
+    assert code == 0, err
+    assert [line for line in out.splitlines() if "changed in" in line] == [
+        "  preset grpo, changed in: policies.alice.algorithm.aggregation",
+        "  preset grpo, changed in: policies.bob.algorithm.kl.coef",
+    ]
+
+
 def test_config_schema_of_a_plugin(miles):
     code, out, _ = miles("config", "schema", "sync:bucketed")
     assert code == 0

@@ -278,13 +278,18 @@ def test_the_digest_says_whether_files_changed(tmp_path):
     assert env(tmp_path).digest == digest and env(tmp_path, eval_path="held.jsonl").digest != both
 
 
-def test_the_digest_is_of_the_file_that_rows_come_from(tmp_path):
-    environment = env(write(tmp_path / "tasks.jsonl", rows(3)).parent, shuffle=False)
-    first = environment.tasks("train").task(0)
-    digest = environment.digest
-    write(tmp_path / "other.jsonl", rows(3, start=5)).rename(tmp_path / "tasks.jsonl")
-    assert environment.digest == digest != env(tmp_path).digest
-    assert environment.tasks("train").task(0) == first and environment.tasks("train").task(2).prompt == "q2"
+def test_a_bad_row_behind_those_that_were_checked_may_be_repaired_in_its_place(tmp_path):
+    good, bad = rows(12), [*rows(7), {"question": "q"}, *rows(4, start=8)]
+    digests = {}
+    for name, lines in {"bad": bad, "good": good, "short": bad[:-1], "early": [*rows(1, start=30), *good[1:]]}.items():
+        write(tmp_path / "tasks.jsonl", lines)
+        digests[name] = env(tmp_path, check_rows=5).digest
+    assert digests["bad"] == digests["good"] and len(set(digests.values())) == 3
+    write(tmp_path / "tasks.jsonl", good)
+    every = env(tmp_path, check_rows=None).digest, env(tmp_path, check_rows=5, eval_fraction=0.2).digest
+    write(tmp_path / "tasks.jsonl", [*good[:-1], {"prompt": "q11", "answer": "other"}])
+    changed = env(tmp_path, check_rows=None).digest, env(tmp_path, check_rows=5, eval_fraction=0.2).digest
+    assert every[0] != changed[0] and every[1] != changed[1]  # all were checked
 
 
 def test_the_digest_of_parquet_and_of_a_file_that_is_missing(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -26,8 +25,8 @@ class BadRow(Exception):
 
 
 class Rows(Protocol):
-    """A file's rows. `read` raises `BadRow`; `where` names file and line (1-based) for messages; `digest` is the file's
-    SHA-256."""
+    """A file's rows. `read` raises `BadRow`; `where` names file and line (1-based) for messages; `raw` is equal where
+    rows are."""
 
     def __len__(self) -> int: ...
 
@@ -35,7 +34,7 @@ class Rows(Protocol):
 
     def where(self, row: int) -> str: ...
 
-    def digest(self) -> str: ...
+    def raw(self, row: int) -> bytes: ...
 
 
 def split_slice(text: str) -> tuple[str, slice]:
@@ -99,19 +98,16 @@ class JsonlRows:
         return f"{self.path}:{self._lines[row]}"
 
     def read(self, row: int) -> Mapping[str, Any]:
-        line = os.pread(self._fd, self._sizes[row], self._offsets[row])
         try:
-            value = json.loads(line.decode("utf-8-sig" if row == 0 else "utf-8"), parse_constant=_no_constant)
+            value = json.loads(self.raw(row).decode("utf-8-sig" if row == 0 else "utf-8"), parse_constant=_no_constant)
         except ValueError as error:
             raise BadRow(self.where(row), f"not JSON: {error}", "repair or remove the line") from error
         if not isinstance(value, dict):
             raise BadRow(self.where(row), f"holds a {kind_of(value)}, not an object", "write one object a line")
         return value
 
-    def digest(self) -> str:
-        with open(self._fd, "rb", closefd=False) as file:  # the very file that rows come from
-            file.seek(0)
-            return hashlib.file_digest(file, "sha256").hexdigest()
+    def raw(self, row: int) -> bytes:
+        return os.pread(self._fd, self._sizes[row], self._offsets[row]).strip()
 
 
 class ParquetRows:
@@ -141,9 +137,8 @@ class ParquetRows:
         (value,) = self._table.slice(row, 1).to_pylist()
         return dict(value)
 
-    def digest(self) -> str:
-        with open(self.path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+    def raw(self, row: int) -> bytes:
+        return json.dumps(self.read(row), sort_keys=True, default=str).encode()
 
 
 def _no_constant(name: str) -> Any:

@@ -229,7 +229,8 @@ class FileTasks:
         try:
             parsed = self.reader.parse(row)
         except BadRow as bad:
-            raise LateDataError(f"environment {self._name!r}: {bad}", fix=bad.fix) from bad
+            fix = f"{bad.fix}; where the run goes on, leave as many rows as there were"
+            raise LateDataError(f"environment {self._name!r}: {bad}", fix=fix) from bad
         return Task(
             id=f"{self._name}:{self._split}:{row}",
             prompt=parsed.prompt,

@@ -179,6 +179,36 @@ def test_a_run_that_died_is_no_finding(miles, tmp_path, monkeypatch, moment, tor
     clean(miles("audit", str(RUN)))
 
 
+TWO = """
+run: {name: toy, seed: 7, steps: 4, checkpoint_every: 2}
+rollout: {use: toy, max_new_tokens: 2}
+backend: {use: toy}
+sync: {use: toy}
+trackers: {jsonl: {}}
+policies:
+  twice: &POLICY
+  once: &POLICY
+"""
+POLICY = """{model: {use: toy, tokenizer: toy, architecture: {model_type: toy}}, renderer: toy, env: {use: toy},
+    algorithm: {use: toy}, schedule: {groups_per_step: 2, group_size: 2}"""
+
+
+def test_each_policy_by_its_own_steps(miles):
+    Path("two.yaml").write_text(TWO.replace("&POLICY", f"{POLICY}, share: 2}}", 1).replace("&POLICY", f"{POLICY}}}"))
+    said = miles("run", "two.yaml")
+    assert said.code == 0, said.err
+    clean(miles("audit", str(RUN)))
+    [first, last] = [c.ledger()["journal"][1] for c in RunDir.open(RUN).checkpoints()]
+    file = RUN / "checkpoints/step_000004/ledger.json"
+    file.write_text(file.read_text().replace(f'"journal":[0,{last}]', f'"journal":[0,{first}]'))
+    written = f"checkpoints/step_000004/ledger.json was written at byte {first} of journal/000000.frames with"
+    finding(
+        miles("audit", str(RUN)),
+        f"{written} 4 steps of policy once; there the journal has 2",
+        f"{written} 8 steps of policy twice; there the journal has 4",
+    )
+
+
 def test_it_needs_none_of_the_plugins_of_the_run(ran, monkeypatch):
     from miles_core.discovery import Catalogue
 

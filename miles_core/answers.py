@@ -13,13 +13,14 @@ import numpy as np
 
 from miles_core.columns import plausible
 from miles_core.contracts.engine import Completion
-from miles_core.records import Finish, Origin, Rows, Sampling, Span, Trajectory, Version, trajectory_id
+from miles_core.records import Finish, Origin, Rows, Sampling, Span, Trajectory, trajectory_id
 
 if TYPE_CHECKING:
     from miles_core.records import Array
 
 _PLAIN = frozenset({"tokens", "logprobs"})
 _WHOLE = (Finish.STOP, Finish.LENGTH)
+_INT32 = np.dtype(np.int32)
 
 
 def plain_trajectories(
@@ -44,12 +45,12 @@ def plain_trajectories(
         "behaviour_logprobs": np.zeros(len(sampled), np.float32),
     }
     columns["behaviour_logprobs"][sampled] = logprobs
-    spans: dict[tuple[int, int, Version], Span] = {}  # answers of a group share most of theirs
+    spans: dict[tuple[int, int, int], Span] = {}  # answers of a group share most of theirs; versions by identity
     found, at = [], 0
     for episode, answer, count in zip(episodes, answers, counts, strict=True):
         own = []
         for span in answer.spans:
-            key = (span.start, span.end, span.version)
+            key = (span.start, span.end, id(span.version))
             if key not in spans:
                 spans[key] = Span(start=start + span.start, end=start + span.end, version=span.version)
             own.append(spans[key])
@@ -72,7 +73,7 @@ def _is_plain(answer: Any) -> bool:
     if not isinstance(answer, Completion) or answer.finish not in _WHOLE or answer.columns.keys() != _PLAIN:
         return False
     tokens, logprobs = answer.columns["tokens"], answer.columns["logprobs"]
-    if not (isinstance(tokens, np.ndarray) and tokens.dtype == np.int32 and isinstance(logprobs, np.ndarray)):
+    if not (isinstance(tokens, np.ndarray) and tokens.dtype == _INT32 and isinstance(logprobs, np.ndarray)):
         return False
     at = 0
     for span in answer.spans:

@@ -54,9 +54,11 @@ def encode_group(group: Group, *, omit: frozenset[str] = frozenset()) -> tuple[H
         info = dict(e.info)
         row = [e.id, e.member, reward, components, info, e.status, e.error, e.preference, len(e.trajectories)]
         episodes.append(row)
+    last: Any = samplings  # of no trajectory: most of a group share one object, and hashing it takes a while
     for t in trajectories:
         spans = [[s.start, s.end, versions.setdefault(s.version, len(versions))] for s in t.spans]
-        sampling = samplings.setdefault(t.sampling, len(samplings))
+        if t.sampling is not last:
+            last, sampling = t.sampling, samplings.setdefault(t.sampling, len(samplings))
         rows.append([t.id, t.length, t.finish, sampling, t.engine, t.axis, spans])
     blocks: list[Any] = []
     chunks: list[bytes] = []

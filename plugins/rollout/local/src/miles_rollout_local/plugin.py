@@ -31,7 +31,7 @@ def _requires(config: LocalConfig) -> tuple[str, ...]:
 
 
 def _build(config: LocalConfig, context: BuildContext) -> LocalEngine:
-    from miles_rollout_local.engine import build
+    from miles_rollout_local.building import build
 
     return build(config, context, _offers(config))
 

@@ -61,7 +61,7 @@ def trainer(*overrides: str) -> TrainerWorker:
     ("overrides", "trained", "sent"),
     [
         ([], ADAPTERS, 4 * WHOLE),
-        (["backend.dtype=bfloat16"], ADAPTERS, 2 * WHOLE),
+        (["backend.dtype=bfloat16", "rollout.dtype=bfloat16"], ADAPTERS, 2 * WHOLE),
         (["extensions.lora.train_also=['*norm.weight']"], ADAPTERS + NORMS, 4 * WHOLE),
         (["extensions.lora.dora=true"], ADAPTERS + LAYERS * sum(o for _, o in SHAPES), 4 * WHOLE),
         (["extensions=null", "model.trainable=['model.layers.1.*']"], (WHOLE - 13 * 32 - 32) // 2, 4 * WHOLE),
@@ -111,7 +111,7 @@ def test_without_adapters_all_is_trained_and_sent_in_the_type_of_the_backend(pla
     worker.save_model("main", Path("base"))  # two bytes a parameter
     worker.close()
     based = (BASE, "extensions=null", "model.source=./base", "model.architecture=null")
-    for more, width in (((), 4), (("backend.dtype=bfloat16",), 2)):
+    for more, width in (((), 4), (("backend.dtype=bfloat16", "rollout.dtype=bfloat16"), 2)):
         found, code = planned(*based, *more)
         assert code == 0, found["all"]
         kept, sent = (f"{n * WHOLE / 2**20:.3f} MiB" for n in (12, width))

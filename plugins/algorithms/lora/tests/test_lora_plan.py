@@ -107,7 +107,7 @@ def test_adapters_alone_are_what_is_sent(planned: Any) -> None:
 
 
 def test_without_adapters_all_is_trained_and_sent_in_the_type_of_the_backend(planned: Any) -> None:
-    worker = trainer(BASE, "backend.dtype=bfloat16")
+    worker = trainer(BASE, "backend.dtype=bfloat16", "rollout.dtype=bfloat16")
     worker.save_model("main", Path("base"))  # two bytes a parameter
     worker.close()
     based = (BASE, "extensions=null", "model.source=./base", "model.architecture=null")

@@ -151,12 +151,15 @@ def match_capabilities(run_file: RunFile, catalogue: Catalogue) -> tuple[Row, ..
         found = "; ".join(f"{label} offers {', '.join(sorted(offered))}" for label, offered in offers if offered)
         whose = f"only {', '.join(row.offered_by)} offers it" if row.offered_by else "nothing in the run offers it"
         offering = _offering(row.capability, catalogue)
+        chosen = {(part.kind, part.use) for part in _built(run_file)}
         fitting = ", ".join(f"{p.kind} {p.provider.name!r} ({p.distribution})" for p in offering)
+        fix = f"no installed plugin offers it; choose something else than {row.asked_by}"
+        if any((p.kind, p.provider.name) in chosen for p in offering):
+            fix = f"change the options of {row.asked_by}, or those of {fitting}, which may offer it with others"
+        elif fitting:
+            fix = f"use one of: {fitting}"
         raise CapabilityError(
-            f"{row.asked_by} needs {row.capability!r}, and {whose}; {found or 'no part offers anything'}",
-            fix=f"use one of: {fitting}"
-            if fitting
-            else f"no installed plugin offers it; choose something else than {row.asked_by}",
+            f"{row.asked_by} needs {row.capability!r}, and {whose}; {found or 'no part offers anything'}", fix=fix
         )
     return rows
 

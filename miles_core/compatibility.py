@@ -150,12 +150,13 @@ def match_capabilities(run_file: RunFile, catalogue: Catalogue) -> tuple[Row, ..
         offers = _offers(run_file, catalogue, row.asked_by)
         found = "; ".join(f"{label} offers {', '.join(sorted(offered))}" for label, offered in offers if offered)
         whose = f"only {', '.join(row.offered_by)} offers it" if row.offered_by else "nothing in the run offers it"
+        what, colon, _ = row.capability.partition(":")
+        alike = [label for label, offered in offers if colon and any(o.startswith(what + colon) for o in offered)]
         offering = _offering(row.capability, catalogue)
-        chosen = {(part.kind, part.use) for part in _built(run_file)}
         fitting = ", ".join(f"{p.kind} {p.provider.name!r} ({p.distribution})" for p in offering)
         fix = f"no installed plugin offers it; choose something else than {row.asked_by}"
-        if any((p.kind, p.provider.name) in chosen for p in offering):
-            fix = f"change the options of {row.asked_by}, or those of {fitting}, which may offer it with others"
+        if alike:
+            fix = f"give {row.asked_by} and {' and '.join(alike)} options that agree on {what}"
         elif fitting:
             fix = f"use one of: {fitting}"
         raise CapabilityError(

@@ -58,7 +58,7 @@ def test_a_run_whose_trainer_publishes_another_format_is_refused(run_file: Any, 
         asyncio.run(execute(file, scan(), threading.Event()))
     said = str(refused.value)
     assert f"rollout 'local' needs 'weights.dtype:{samples}'" in said
-    assert "Fix: change the options of rollout 'local', or those of backend 'fsdp'" in said
+    assert "Fix: give rollout 'local' and backend 'fsdp' options that agree on weights.dtype" in said
     assert f"backend 'fsdp' offers export.full, optimizer.adamw, weights.dtype:{trains}" in said
     assert refused.value.exit_code == EXIT_BAD_INPUT
     assert not Path("runs").exists()

@@ -15,7 +15,7 @@ from miles_core.compatibility import match_capabilities, plugin_lock
 from miles_core.config.binding import bind, join
 from miles_core.config.schema import Part
 from miles_core.config.source import RunLoader, resolve_source
-from miles_core.errors import DataError, LateDataError, ModelSourceError, PluginContractError, blamed
+from miles_core.errors import DataError, LateDataError, ModelSourceError, PluginContractError, ResumeError, blamed
 from miles_core.provider import Place
 from miles_core.records import Sampling
 from miles_core.sampler import SamplingPolicy
@@ -83,12 +83,14 @@ def prepare(run_file: RunFile, catalogue: Catalogue, run_dir: Path, export: RunL
         model = wiring.sources[name]["actor"]
         for key, env in policy.envs.items():
             _probe(key, env, policy.renderer, model, evaluates=run_file.eval.every is not None)
+    tasks = _unchanged(parts, begun or {})
     filters = {
         name: {f.name: wiring.build(f, Place.CONTROLLER, policy=name) for f in policy.algorithm.many("filters")}
         for name, policy in run_file.policies.items()
     }
     lock = plugin_lock([*run_file.parts(), *_unbuilt(run_file, catalogue)], catalogue)
     lock["sources"] = wiring.payload({})["sources"]
+    lock["tasks"] = tasks
     return Prepared(wiring=wiring, lock=lock, parts=parts, filters=filters)
 
 
@@ -190,6 +192,27 @@ def _probe(name: str, env: Any, renderer: Any, model: ModelSource, *, evaluates:
         with blamed(f"the renderer cannot render task {task.id!r}", PluginContractError, fix):
             ids = renderer.prompt(task.prompt)
         _fits(model, renderer, task.id, ids)
+
+
+def _unchanged(parts: Parts, begun: Mapping[str, Any]) -> dict[str, str]:
+    """What environments say that their tasks are read from (`digest`), by policy and name. Raises `ResumeError` where
+    it is not what the run began with."""
+    known, found = begun.get("tasks", {}), {}
+    for policy, sampling in parts.sampling.items():
+        for name, env in sampling.envs.items():
+            key = f"{policy}/{name}"
+            with blamed(f"environment {name!r} has no digest", DataError, "mend what the environment reads"):
+                digest = getattr(env, "digest", None)
+            if digest is None:
+                continue
+            found[key] = str(digest)
+            if known.get(key, found[key]) != found[key]:
+                raise ResumeError(
+                    f"what environment {name!r} of policy {policy!r} reads its tasks from has changed since the run "
+                    f"began (digest {known[key][:12]}, now {found[key][:12]})",
+                    fix="put the files back as they were, or start a new run",
+                )
+    return found
 
 
 def _fits(model: ModelSource, renderer: Any, task: str, ids: Sequence[int]) -> None:

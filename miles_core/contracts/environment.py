@@ -72,7 +72,8 @@ class Environment(Protocol):
 
     A single-turn environment writes `score`; a multi-turn one writes `episode` as well, and core then calls that
     (`MultiTurn`). A raised exception is a failed episode, counted with task and reason. One whose `score` never waits
-    for anything may have an attribute `instant = True`: a group is then sampled in one wait and scored in one go.
+    for anything may have an attribute `instant = True`: a group is then sampled in one wait and scored in one go. One
+    with an attribute `digest: str`, of what it reads its tasks from, is not resumed on other tasks.
     """
 
     task_splits: tuple[str, ...]

@@ -10,7 +10,7 @@ import pytest
 from miles_core.config.compose import load
 from miles_core.discovery import scan
 from miles_core.driver import execute
-from miles_core.errors import LateDataError, RewardError
+from miles_core.errors import LateDataError, ResumeError, RewardError
 
 RUN = """
 run: {name: mine, seed: 7, steps: 6}
@@ -97,3 +97,14 @@ def test_a_late_bad_row_stops_the_run_and_can_be_resumed(run):
     metrics = run(reward, *options, rows=rows, resume=True)  # the row was repaired
     steps = [line["step"] for line in metrics if "rollout/reward" in line]
     assert sorted(set(steps)) == list(range(6))
+
+
+def test_a_run_does_not_go_on_with_other_tasks(run):
+    rows = [{"prompt": f"{i}=", "answer": str(i)} for i in range(10)]
+    reward = "def score(text):\n    return 0.5\n"
+    run(reward, "run.steps=2", rows=rows)
+    lock = Path("runs/mine/plugins.lock").read_text()
+    with pytest.raises(ResumeError, match=r"environment 'jsonl' of policy 'main' reads its tasks from has changed"):
+        run(reward, "run.steps=3", rows=rows[::-1], resume=True)
+    assert Path("runs/mine/plugins.lock").read_text() == lock
+    run(reward, "run.steps=3", rows=rows, resume=True)

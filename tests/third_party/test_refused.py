@@ -164,8 +164,11 @@ def test_a_lying_capability(miles):
     assert re.search(r"test_keep_ids +FAILED +keep_ids and keep_counts come where they are wanted; found: ", said.out)
     assert "\nrollout:liar: " in said.out and "passed, " in said.out
     said = miles("run", "toy.yaml", "rollout.use=liar", "rollout.top_p=0.9", "run.steps=2")
-    assert said.code == 3 and said.err.startswith("MILES-E600: engine 'liar' answered request "), said.err
-    assert "with no column keep_counts, which it promises to give\nFix: run `miles conformance rollout:" in said.err
+    assert said.code == 3 and said.err.startswith("MILES-E600: task 'toy:train:"), said.err
+    assert (
+        "engine 'liar' answered request " in said.err
+        and "with no column keep_counts, which it promises to give\nFix: run `miles conformance rollout:" in said.err
+    )
 
 
 def test_misfits_harm_nobody_else(miles):

@@ -40,11 +40,12 @@ Position = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """One frame as read back: where it stands, its header, and its raw blocks."""
+    """One frame as read back: where it stands, its header, its raw blocks, and the bytes that it takes."""
 
     position: Position
     header: Mapping[str, Any]
     body: memoryview
+    size: int = 0
 
     @property
     def kind(self) -> str:
@@ -213,7 +214,8 @@ def read_one(folder: Path, position: Position) -> Frame:
 def _parsed(frame: memoryview, position: Position) -> Frame:
     (length,) = _HEADER_LENGTH.unpack_from(frame, _PREFIX.size)
     body = frame[_PREFIX.size + _HEADER_LENGTH.size :]
-    return Frame(position=position, header=json.loads(bytes(body[:length])), body=body[length:])
+    header = json.loads(bytes(body[:length]))
+    return Frame(position=position, header=header, body=body[length:], size=len(frame))
 
 
 def _frame_at(view: memoryview, offset: int) -> int | None:

@@ -12,7 +12,6 @@ import typer
 if TYPE_CHECKING:
     from miles_core.config.schema import ScheduleConfig
     from miles_core.history import History
-    from miles_core.journal import Frame
     from miles_core.run import RunDir
 
 
@@ -38,7 +37,8 @@ def audit(run: Annotated[Path, typer.Argument(help="a run directory, e.g. runs/q
     _print(history, schedules)
     if any(frame.kind != "segment" for frame in frames):
         found += check_history(frames, schedules, finished=finished) + check_versions(frames)
-        found += check_positions(frames, _ends(opened, frames), ledgers) + check_metrics(frames, lines)
+        ends = {frame.position[0]: frame.position[1] + frame.size for frame in frames}  # the last of each segment
+        found += check_positions(frames, ends, ledgers) + check_metrics(frames, lines)
     elif beside := _beside(opened, lines):
         found = [f"journal/ holds no record, yet {'; '.join(beside)}"]
     if found:
@@ -89,17 +89,6 @@ def _ledgers(run: RunDir, due: Mapping[str, tuple[int, int]]) -> tuple[dict[str,
                     f"{checkpoint.step * share}"
                 )
     return ledgers, found
-
-
-def _ends(run: RunDir, frames: Sequence[Frame]) -> dict[int, int]:
-    """By segment of the journal, the byte behind its last good frame: a frame begins with the length (uint64) of what
-    follows its 16 bytes of prefix."""
-    ends: dict[int, int] = {}
-    for segment, byte in dict(frame.position for frame in frames).items():  # the last of each
-        with (run.path / "journal" / f"{segment:06d}.frames").open("rb") as file:
-            file.seek(byte)
-            ends[segment] = byte + 16 + int.from_bytes(file.read(8), "little")
-    return ends
 
 
 def _beside(run: RunDir, lines: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -79,7 +79,8 @@ class Reached:
 
     def __init__(self, frames: Sequence[Frame], ends: Mapping[int, int]) -> None:
         self._ends = ends
-        self._between = {frame.position for frame in frames} | set(ends.items())
+        # The very beginning: where a run that was killed before its first record goes on.
+        self._between = {(0, 0)} | {frame.position for frame in frames} | set(ends.items())
         self._at: list[Position] = []
         self._steps: list[dict[str, int]] = [{}]
         for frame in frames:

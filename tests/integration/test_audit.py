@@ -137,6 +137,8 @@ def test_a_lineage_that_goes_on_from_what_the_journal_lacks(miles):
 
 
 MOMENTS = {
+    "before the journal": (Journal, "_next_segment", 1, ()),
+    "before the first record": (Journal, "append", 1, ()),
     "before anything": (Ledger, "publish", 1, ()),
     "a lease": (Ledger, "lease", 6, ()),
     "before it is journalled": (Ledger, "trained", 3, ()),

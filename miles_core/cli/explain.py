@@ -71,7 +71,7 @@ def _apart(preset: str, at: str, run_file: RunFile, catalogue: Catalogue) -> tup
     """Paths at which the section `at` is not what its preset, under the options given to it, resolves to by itself; and
     what the run file did to the preset there."""
     from miles_core.config.binder import Binder
-    from miles_core.config.compose import _with_presets as with_presets
+    from miles_core.config.compose import with_presets
     from miles_core.config.layers import ALGORITHM_KEYS, layer
     from miles_core.errors import ConfigError
 

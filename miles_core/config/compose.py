@@ -40,7 +40,7 @@ def load(
     commands = [layer(tree, "command line") for tree in read_overrides(overrides)]
     spoken: list[str] = []
     while True:
-        draft = _with_presets(reduce(merge, [*layers, *commands]), catalogue)
+        draft = with_presets(reduce(merge, [*layers, *commands]), catalogue)
         waiting = [name for name in sections(draft, "extensions") if name not in spoken]
         if not waiting:
             break
@@ -76,13 +76,13 @@ def _bound(draft: Tree, catalogue: Catalogue, *, check: bool = True) -> RunFile:
     return run_file
 
 
-def _with_presets(draft: Tree, catalogue: Catalogue, at: str = "") -> Tree:
+def with_presets(draft: Tree, catalogue: Catalogue, at: str = "") -> Tree:
     """The draft with every policy's preset expanded beneath what the file says."""
     draft = dict(draft)
     if isinstance(section := draft.get("algorithm"), dict):
         draft["algorithm"] = _over_preset(section, join(at, "algorithm"), catalogue, ())
     if policies := sections(draft, "policies"):
-        full = {name: _with_presets(policy, catalogue, f"policies.{name}") for name, policy in policies.items()}
+        full = {name: with_presets(policy, catalogue, f"policies.{name}") for name, policy in policies.items()}
         draft["policies"] = {**draft["policies"], **full}
     return draft
 

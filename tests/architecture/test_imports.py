@@ -72,3 +72,12 @@ def test_the_room_of_verifiers_needs_nearly_nothing_and_no_other_room_needs_it()
                 assert name.split(".")[0] in sys.stdlib_module_names or name.startswith(rooms), (path, name)
             else:
                 assert not name.startswith("miles_core.verifying"), path
+
+
+def test_no_module_imports_the_private_name_of_another():
+    for path in [*(ROOT / "miles_core").rglob("*.py"), *ROOT.glob("plugins/*/*/src/**/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
+            package = ROOT / str(getattr(node, "module", "")).replace(".", "/")
+            private = [n for n in names if n.startswith("_") and not n.startswith("__")]
+            assert all((package / f"{name}.py").is_file() for name in private), (path, private)

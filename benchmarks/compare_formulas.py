@@ -205,7 +205,7 @@ env: {{use: toy}}
 rollout: {{use: toy, max_new_tokens: 6}}
 backend: {{use: toy}}
 sync: {{use: toy}}
-roles: {{critic: {{head: value, update: trained}}}}
+roles: {{critic: {{init: actor, update: shares, head: value}}}}
 algorithm: {{use: {preset}, {more}}}
 """
 

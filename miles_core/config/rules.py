@@ -217,9 +217,17 @@ def _algorithm(policy: Policy, run_file: RunFile, catalogue: Catalogue) -> Wrong
 
 
 def _roles(policy: Policy, run_file: RunFile, catalogue: Catalogue) -> Wrong:
-    roles, path = policy.roles, join(policy.at, "roles")
+    roles, path, value = policy.roles, join(policy.at, "roles"), policy.algorithm.one("value")
     for name, role in roles.items():
         at = f"{path}.{name}"
+        trains = name == "actor" or (name == "critic" and value and is_on(value))
+        if role.update == "trained" and not trains and not role.held_by:
+            value_at = join(policy.at, "algorithm.value")
+            more = f", give {value_at} a plugin and a coefficient, or" if name == "critic" else ", or"
+            yield (
+                f"{at}.update is 'trained', and no term trains it: {value_at} trains 'critic', others the actor",
+                f"remove {at}{more} write {at}.update: frozen where it is only scored",
+            )
         if role.init and role.source:
             yield f"{at} gives both init and source", "keep one"
         if role.init and role.init not in roles:

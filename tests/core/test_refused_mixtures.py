@@ -223,6 +223,27 @@ MIXTURES = {
         r"roles.critic.update is 'frozen', and algorithm.value would train it",
         "update: trained, or shares",
     ),
+    "a trained critic that no term trains": (
+        [],
+        ["roles.critic={init: actor, update: frozen, head: value}"],
+        [CRITIC],
+        r"roles.critic.update is 'trained', and no term trains it: algorithm.value trains 'critic', others the actor",
+        "remove roles.critic, give algorithm.value a plugin and a coefficient, or write roles.critic.update: frozen",
+    ),
+    "a trained critic whose term is off": (
+        [*PPO, CRITIC],
+        [],
+        ["algorithm.value.coef=0"],
+        r"roles.critic.update is 'trained', and no term trains it",
+        "roles.critic.update: frozen",
+    ),
+    "a trained role that no term can train": (
+        ["algorithm.kl={coef: 0.1}"],
+        [REFERENCE],
+        ["roles.reference={init: actor, update: trained}"],
+        r"roles.reference.update is 'trained', and no term trains it",
+        "remove roles.reference, or write roles.reference.update: frozen where it is only scored",
+    ),
     "a policy that waits on a critic's trunk that moves": (
         [*PPO, "roles.actor={from_step: 5}"],
         [CRITIC],

@@ -121,7 +121,7 @@ def test_samplers_in_processes_give_the_same_bits(toy):
 def test_every_part_at_once(toy):
     """The preset that uses every field of `algorithm`, with an extension and a scorer."""
     ran = toy(
-        "algorithm=toy-everything",
+        "algorithm={use: toy-everything, value: {use: toy-value}}",
         "roles={reference: {init: actor, update: copy, every: 2}, critic: {update: trained, head: value}}",
         "extensions={toy: {}}",
         "scorers={teacher: {use: toy}}",

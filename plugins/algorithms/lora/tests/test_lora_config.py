@@ -67,6 +67,7 @@ def test_a_blend_of_adapters_is_refused(tmp_path: Path, overrides: list[str], ro
         ["roles.reference={init: actor}"],
         [f"roles.reference={EMA}", "extensions.lora=null"],
         [
+            "algorithm.use=ppo",
             f"roles.reference={EMA}",
             "roles.critic={init: actor, update: trained, head: value}",
             "extensions.lora.roles=[critic]",

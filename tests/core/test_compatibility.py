@@ -232,7 +232,10 @@ def test_the_lock_says_everything_that_differs(compose, plugins):
         f"acme-parts 2.0 has other files ({new}, locked {old}); miles-core is 0.1.0, locked 0.0.9; "
         "acme-gone 1 is not installed"
     )
-    assert error.value.fix == "install what the lock names, or start a new run"
+    assert error.value.fix == (
+        "install what the lock names, or go on with what is installed in a new run that starts from a checkpoint of this "
+        "one: run.name=NEW model.source=RUN (RUN@STEP for another than its best or latest)"
+    )
 
 
 def test_a_lock_of_another_format_is_refused(compose):

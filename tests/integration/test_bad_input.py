@@ -464,10 +464,24 @@ def test_a_resume_with_another_lock_says_what_differs(made, miles):
         rows = lock["distributions"]
         changed = {**lock, "distributions": {**rows, name: {**rows.get(name, {}), **change}}}
         file.write_text(json.dumps(changed))
-        refused(miles("run", str(made), "--resume", "run.steps=4"), "MILES-E007", words)
+        said = miles("run", str(made), "--resume", "run.steps=4")
+        refused(said, "MILES-E007", words, "run.name=NEW model.source=RUN")
     file.write_text("{")
     refused(miles("run", str(made), "--resume", "run.steps=4"), "MILES-E901", "plugins.lock cannot be read")
     assert everything() == before
+
+
+def test_a_run_whose_plugin_was_mended_goes_on_in_a_new_run(made, miles):
+    """The way out that the refusal names."""
+    file = made / "plugins.lock"
+    lock = json.loads(file.read_text())
+    lock["distributions"]["miles-testing-toys"]["sha256"] = "0" * 64
+    file.write_text(json.dumps(lock))
+    model = (f"model.source={made}@2", "model.architecture=null", "model.tokenizer=null")
+    assert miles("run", "toy.yaml", "run.name=new", *model).code == 0
+    began = json.loads(Path("runs/new/plugins.lock").read_text())
+    assert began["sources"]["main"]["actor"]["from_run"].endswith("runs/toy@2")
+    assert began["distributions"] != lock["distributions"]
 
 
 def test_a_resume_beside_a_run_that_is_alive_is_refused(made, miles, command):

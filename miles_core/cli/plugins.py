@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from typing import Annotated
 
 import typer
@@ -15,7 +16,8 @@ def plugins(
     check: Annotated[bool, typer.Option("--check", help="also load each one, in a process of its own")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object a line")] = False,
 ) -> None:
-    """List installed plugins: kind, name, distribution, version, API, state, last conformance result, summary."""
+    """List installed plugins: kind, name, distribution, version, API, last conformance result, state; then what their
+    distributions say of themselves."""
     from miles_core.cli.results import found, recorded
     from miles_core.cli.table import table
     from miles_core.discovery import scan
@@ -43,7 +45,11 @@ def plugins(
         for e, row in zip(entries, rows, strict=True):
             print(json.dumps({**row, "results": results[e][1]}))
     elif rows:
-        print(table(list(rows[0]), [list(row.values()) for row in rows]))
+        shown = ("kind", "name", "distribution", "version", "api", "conformance", "state")
+        print(table(shown, [[row[key] for key in shown] for row in rows]), "", sep="\n")
+        for distribution, version, summary in sorted({(e.distribution, e.version, e.summary) for e in entries}):
+            about = f"{distribution} {version}: {summary}"
+            print(textwrap.fill(about, 120, subsequent_indent="    ", break_on_hyphens=False))
     else:
         print(f"no plugin{f' of kind {kind}' if kind else ''} is installed")
     if check and any(state.startswith("broken") for state in states.values()):

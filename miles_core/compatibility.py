@@ -231,6 +231,6 @@ def check_lock(lock: Mapping[str, Any], catalogue: Catalogue) -> None:
     if wrong:
         raise LockError(
             f"what is installed differs from the plugin lock: {'; '.join(wrong)}",
-            fix="install what the lock names, or go on with what is installed in a new run that starts from a checkpoint of "
-            "this one: run.name=NEW model.source=RUN (RUN@STEP for another than its best or latest)",
+            fix="install what the lock names, or go on with what is installed in a new run that starts from a "
+            "checkpoint of this one: run.name=NEW model.source=RUN (RUN@STEP for another than its best or latest)",
         )

@@ -18,7 +18,7 @@ from miles_core.records import Finish, Origin, Rows, Sampling, Span, Trajectory,
 if TYPE_CHECKING:
     from miles_core.records import Array
 
-_PLAIN = frozenset({"tokens", "logprobs"})
+_PLAIN = ("tokens", "logprobs")
 _WHOLE = (Finish.STOP, Finish.LENGTH)
 _INT32 = np.dtype(np.int32)
 
@@ -31,15 +31,32 @@ def plain_trajectories(
     They are valid (`columns.validate`), and share their columns (`records.Rows`). `None` where an answer is no
     `Completion`, was cut short by an error or an abort, has columns beside `tokens` and `logprobs`, or is not valid.
     """
-    if not all(map(_is_plain, answers)):
-        return None
-    start, counts = len(prompt), [len(answer.columns["tokens"]) for answer in answers]
-    sampled = np.repeat(np.array([False, True] * len(answers)), [n for count in counts for n in (start, count)])
-    logprobs = np.concatenate([answer.columns["logprobs"] for answer in answers])
+    start = len(prompt)
+    parts: list[Array] = []
+    given: list[Array] = []
+    counts: list[int] = []
+    for answer in answers:
+        if not isinstance(answer, Completion) or answer.finish not in _WHOLE or len(answer.columns) != len(_PLAIN):
+            return None
+        tokens, likely = map(answer.columns.get, _PLAIN)
+        if not (isinstance(tokens, np.ndarray) and tokens.dtype == _INT32 and isinstance(likely, np.ndarray)):
+            return None
+        count = 0
+        for span in answer.spans:
+            if not count == span.start < span.end:
+                return None
+            count = span.end
+        if not tokens.shape == likely.shape == (count,):
+            return None
+        parts += prompt, tokens
+        given.append(likely)
+        counts += start, count
+    sampled = np.repeat(np.array([False, True] * len(answers)), counts)
+    logprobs = np.concatenate(given)
     if not plausible(logprobs):
         return None
     columns: Mapping[str, Array] = {
-        "tokens": np.concatenate([part for answer in answers for part in (prompt, answer.columns["tokens"])]),
+        "tokens": np.concatenate(parts),
         "origin": np.where(sampled, np.uint8(Origin.SAMPLED), np.uint8(Origin.PROMPT)),
         "trainable": sampled,
         "behaviour_logprobs": np.zeros(len(sampled), np.float32),
@@ -47,7 +64,7 @@ def plain_trajectories(
     columns["behaviour_logprobs"][sampled] = logprobs
     spans: dict[tuple[int, int, int], Span] = {}  # answers of a group share most of theirs; versions by identity
     found, at = [], 0
-    for episode, answer, count in zip(episodes, answers, counts, strict=True):
+    for episode, answer, count in zip(episodes, answers, counts[1::2], strict=True):
         own = []
         for span in answer.spans:
             key = (span.start, span.end, id(span.version))
@@ -67,17 +84,3 @@ def plain_trajectories(
             )
         )
     return found
-
-
-def _is_plain(answer: Any) -> bool:
-    if not isinstance(answer, Completion) or answer.finish not in _WHOLE or answer.columns.keys() != _PLAIN:
-        return False
-    tokens, logprobs = answer.columns["tokens"], answer.columns["logprobs"]
-    if not (isinstance(tokens, np.ndarray) and tokens.dtype == _INT32 and isinstance(logprobs, np.ndarray)):
-        return False
-    at = 0
-    for span in answer.spans:
-        if not at == span.start < span.end:
-            return False
-        at = span.end
-    return bool(tokens.shape == logprobs.shape == (at,))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,13 +44,13 @@ class _Member:
     load: int = 0  # requests that run on it
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Call:
-    """One `generate` that runs."""
+    """One wait for a member: of a request, or of several that are answered together."""
 
     task: asyncio.Task[Any]
     member: str = ""  # where it runs, empty while it waits for a member
-    aborted: bool = False
+    aborted: set[str] = field(default_factory=set)  # request ids
     lost: bool = False  # its member was quarantined under it, and `task` cancelled to tell it so
 
 
@@ -174,8 +174,8 @@ class Pool:
         self._wake()
 
     def _drop_calls(self, name: str) -> None:
-        for call in self._calls.values():
-            if call.member == name:
+        for call in set(self._calls.values()):
+            if call.member == name and not call.lost:
                 call.lost = True
                 call.task.cancel()
 
@@ -220,29 +220,27 @@ class Pool:
         """One member's answers: into `found` where they end their request, else, with any token, into `parts`."""
         member, task = self._members[name], asyncio.current_task()
         assert task is not None
-        calls = {request.id: _Call(task, name) for request in requests}
-        self._calls |= calls
-        member.load += len(calls)
+        call, ids = _Call(task, name), [request.id for request in requests]
+        self._calls |= dict.fromkeys(ids, call)
+        member.load += len(ids)
         try:
             results = await member.engine.generate_many(requests)  # type: ignore[attr-defined]
         except asyncio.CancelledError:
-            lost = [call for call in calls.values() if call.lost]
-            if not lost:
+            if not call.lost:
                 raise
-            for _ in lost:
-                task.uncancel()
+            task.uncancel()
             return
         except Exception:
             return  # each alone will meet it again, and deal with it
         finally:
-            member.load -= len(calls)
-            for request_id in calls:
+            member.load -= len(ids)
+            for request_id in ids:
                 del self._calls[request_id]
-        for (request_id, call), result in zip(calls.items(), results, strict=True):
+        for request_id, result in zip(ids, results, strict=True):
             if isinstance(result, DeadlineError):
                 found[request_id] = result
             elif isinstance(result, Completion):
-                if result.finish != Finish.ABORT or call.aborted:
+                if result.finish != Finish.ABORT or request_id in call.aborted:
                     found[request_id] = self._named(result)
                 elif _count(result):
                     parts[request_id] = [self._named(result)]
@@ -268,7 +266,7 @@ class Pool:
         try:
             while True:
                 name = self._pick(request)
-                if call.aborted:
+                if request.id in call.aborted:
                     return _joined(request, [*parts, _nothing(request)])
                 if name is None:
                     await self._wait(request, deadline)
@@ -276,7 +274,7 @@ class Pool:
                 done = await self._once(name, call, _rest(request, parts, deadline - loop.time()), failures)
                 if done is not None:
                     parts.append(self._named(done))
-                    ended = done.finish != Finish.ABORT or call.aborted
+                    ended = done.finish != Finish.ABORT or request.id in call.aborted
                     if ended and len(parts) == 1:
                         return parts[0]
                     if ended or sum(_count(part) for part in parts) >= request.sampling.max_new_tokens:
@@ -296,7 +294,7 @@ class Pool:
         by_member: dict[str, list[str]] = {}
         for request_id in self._calls if request_ids is None else request_ids:
             if call := self._calls.get(request_id):
-                call.aborted = True
+                call.aborted.add(request_id)
                 if call.member:
                     by_member.setdefault(call.member, []).append(request_id)
         self._wake()

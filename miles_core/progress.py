@@ -63,12 +63,10 @@ def evaluation_metrics(results: Sequence[tuple[str, Group]]) -> dict[str, Metric
 
 def sampled(trajectory: Trajectory) -> int:
     """How many tokens of a trajectory the model wrote (all of them, on an axis without origins)."""
-    origin = trajectory.columns.get("origin")
-    if origin is None:
-        return trajectory.length
     if trajectory.spans:  # they cover exactly what was sampled
         return sum([span.end - span.start for span in trajectory.spans])
-    return int(np.count_nonzero(np.asarray(origin) == Origin.SAMPLED))
+    origin = trajectory.columns.get("origin")
+    return trajectory.length if origin is None else int(np.count_nonzero(np.asarray(origin) == Origin.SAMPLED))
 
 
 class Reports:

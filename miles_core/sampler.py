@@ -82,6 +82,7 @@ class _Shared:
     seed_of: Callable[[int, int], int]  # (member, turn)
     root: Callable[[], Array]  # the prompt's ids
     text: Callable[[tuple[int, ...]], str]  # of sampled ids: answers of a group are often the same
+    context: Mapping[str, Any]  # what `EpisodeContext` has for all members
     requests: set[str] = field(default_factory=set)
     tasks: list[asyncio.Task[Episode]] = field(default_factory=list)
     ended: str = ""  # why its episodes were ended from outside
@@ -151,6 +152,16 @@ class Sampler:
             seed_of=family(self._seed, policy.name, "sample", lease.task.id, lease.attempt),
             root=functools.cache(lambda: _prompt_ids(policy, lease.task)),
             text=functools.cache(policy.renderer.text),
+            context={
+                "renderer": policy.renderer,
+                "sampling": sampling,
+                "rng_of": functools.partial(
+                    generator, self._seed, policy.name, "episode", lease.task.id, lease.attempt
+                ),
+                "split": split,
+                "deadline_s": policy.deadline_s,
+                "scorers": self._scorers,
+            },
         )
         late = f"passed its deadline of {policy.deadline_s:g} s"
         timer = loop.call_at(shared.deadline, self._end, shared, late)
@@ -197,17 +208,25 @@ class Sampler:
             return tuple(_failed(shared, member, shared.ended) for member in range(group_size))
         except Exception as error:
             results = [error] * group_size
-        plain = None
         if requests and not self._collects and "keep_ids" not in policy.want:
             names = [episode_id(shared.group, member) for member in range(group_size)]
             plain = plain_trajectories(names, shared.root(), results, shared.sampling)
+            if plain is not None:
+                return await self._judged(shared, plain)
         episodes = []
         for member, (result, sent) in enumerate(itertools.zip_longest(results, requests)):
-            if plain is None:
-                answered = functools.partial(self._answered, shared, result, sent)
-                episodes.append(await self._episode(shared, member, answered))
-            else:
-                episodes.append(await self._kept(shared, member, self._scored(shared, member, (plain[member],))))
+            answered = functools.partial(self._answered, shared, result, sent)
+            episodes.append(await self._episode(shared, member, answered))
+        return tuple(episodes)
+
+    async def _judged(self, shared: _Shared, answers: Sequence[Trajectory]) -> tuple[Episode, ...]:
+        episodes = []
+        for member, answer in enumerate(answers):
+            try:
+                episode = await self._scored(shared, member, (answer,))
+            except (Exception, SystemExit, asyncio.CancelledError) as error:
+                episode = _ended(shared, member, error)
+            episodes.append(episode)
         return tuple(episodes)
 
     async def _answered(
@@ -255,11 +274,14 @@ class Sampler:
             deadline=shared.deadline,
             root=shared.root,
         )
-        return await self._kept(shared, member, self._played(shared, member, session), session)
+        try:
+            return await self._played(shared, member, session)
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            return _ended(shared, member, error, session.failure)
 
     async def _played(self, shared: _Shared, member: int, session: Session) -> Episode:
         if shared.multi_turn:
-            context = self._context(shared, member)
+            context = _context(shared, member)
             score = await cast("MultiTurn", shared.env).episode(shared.lease.task, session, context)
             return _finished(shared, member, session.trajectories(), score)
         await session.answer()
@@ -270,43 +292,8 @@ class Sampler:
         (answer,) = trajectories
         written = tuple(cast("Array", answer.columns["tokens"])[len(shared.root()) :].tolist())
         text, finish = shared.text(written), answer.finish.value
-        told = self._context(shared, member, text=text, finish=finish, trajectories=trajectories)
+        told = _context(shared, member, text=text, finish=finish, trajectories=trajectories)
         return _finished(shared, member, trajectories, await shared.env.score(shared.lease.task, told))
-
-    def _context(self, shared: _Shared, member: int, **answer: Any) -> EpisodeContext:
-        policy, lease = shared.policy, shared.lease
-        context = object.__new__(_Context)
-        context.__dict__.update(
-            answer,
-            renderer=policy.renderer,
-            sampling=shared.sampling,
-            make_rng=functools.partial(self._rng, lease, member),
-            split=shared.split,
-            deadline_s=policy.deadline_s,
-            scorers=self._scorers,
-        )
-        return context
-
-    def _rng(self, lease: Lease, member: int) -> np.random.Generator:
-        return generator(self._seed, lease.policy, "episode", lease.task.id, lease.attempt, member)
-
-    async def _kept(
-        self, shared: _Shared, member: int, playing: Awaitable[Episode], session: Session | None = None
-    ) -> Episode:
-        """The episode, a failed one where something went wrong in it that does not stop the run."""
-        try:
-            return await playing
-        except asyncio.CancelledError:
-            if not shared.ended:
-                raise
-            cast("asyncio.Task[Any]", asyncio.current_task()).uncancel()
-            return _failed(shared, member, shared.ended)
-        except (Exception, SystemExit) as error:  # sys.exit() in a reward fails its episode, and not the event loop
-            for cause in (None if session is None else session.failure, error):
-                if _stops(cause):
-                    told = _naming(shared.lease.task, cause)
-                    raise told from (error if error is not told else None)
-            return _failed(shared, member, _reason(error))
 
     async def _ask(self, shared: _Shared, request: Request) -> tuple[Completion, Mapping[str, Any]]:
         """What sessions sample with: the pool, with the run's extensions around it."""
@@ -337,7 +324,13 @@ class _Context(EpisodeContext):
     def __getattr__(self, name: str) -> Any:
         if name != "rng":
             raise AttributeError(name)
-        return self.__dict__.setdefault("rng", self.__dict__["make_rng"]())
+        return self.__dict__.setdefault("rng", self.__dict__["rng_of"](self.__dict__["member"]))
+
+
+def _context(shared: _Shared, member: int, **answer: Any) -> EpisodeContext:
+    context = object.__new__(_Context)
+    context.__dict__.update(shared.context, member=member, **answer)
+    return context
 
 
 def _prompt_ids(policy: SamplingPolicy, task: Task) -> Array:
@@ -369,6 +362,21 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, EpisodeFailedError):
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _ended(shared: _Shared, member: int, error: BaseException, failure: BaseException | None = None) -> Episode:
+    """The failed episode that `error` leaves; `failure` is what its session met before. Raises what stops the run.
+    `sys.exit()` in a reward fails its episode, and not the event loop."""
+    if isinstance(error, asyncio.CancelledError):
+        if not shared.ended:
+            raise error
+        cast("asyncio.Task[Any]", asyncio.current_task()).uncancel()
+        return _failed(shared, member, shared.ended)
+    for cause in (failure, error):
+        if _stops(cause):
+            told = _naming(shared.lease.task, cause)
+            raise told from (error if error is not told else None)
+    return _failed(shared, member, _reason(error))
 
 
 def _failed(shared: _Shared, member: int, why: str) -> Episode:

@@ -196,7 +196,6 @@ class Loop:
         """Journal a finished group, or drop it and start its replacement."""
         side.ended += 1
         side.failed += self._tell_failed(side, group)
-        versions = versions_of(group)
         kept, why = fit_group(group, side.schedule)
         for name, check in side.setup.filters.items():
             if kept is None:
@@ -207,6 +206,7 @@ class Loop:
                 kept, why = None, f"filter {name}: {reason}"
         if kept is None:
             side.dropped += 1
+            versions = versions_of(group)
             self.ledger.drop(lease, why, newest=versions[1] if versions else None)
             self._reports.event("lease_dropped", policy=side.name, slot=lease.slot, task=lease.task.id, why=why)
             side.check_starved(lease.slot, self.ledger.reasons(side.name, lease.slot))

@@ -147,6 +147,8 @@ def _number(value: float) -> float | int | None:
 
 def _plain(value: Any) -> Any:
     """JSON without NaN: what cannot be held becomes `null`, what is no JSON becomes text."""
+    if type(value) in (str, int):  # most are
+        return value
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -61,6 +61,7 @@ class LocalEngine:
         self._incoming: deque[_Batch | list[Job]] = deque()
         self._parked: list[Job] = []
         self._inflight: set[_Batch] = set()
+        self._answered: list[asyncio.Future[None]] = []  # the worker's: whom to wake when this turn ends
         self._commands: deque[tuple[Callable[[], Any], asyncio.Future[Any]]] = deque()
         self._worker: ThreadPoolExecutor | None = None
         self._running = False
@@ -355,7 +356,7 @@ class LocalEngine:
         lanes = self.lanes
         while self._incoming:
             for job in self._incoming.popleft():
-                self._enter(job, loop)
+                self._enter(job)
         ran = bool(self._commands)
         while self._commands:
             command, future = self._commands.popleft()
@@ -369,36 +370,44 @@ class LocalEngine:
         stepping = lanes.busy and not self._paused and self.loading is None
         if stepping:
             lanes.step()
-            self._hand_over(loop)
+        self._hand_over(loop)
         if self._draining and not lanes.busy and not self._incoming:
             self._paused = True
             while self._draining:
                 loop.call_soon_threadsafe(_resolve, self._draining.pop(), None, None)
         return ran or stepping
 
-    def _enter(self, job: Job, loop: asyncio.AbstractEventLoop) -> None:
+    def _enter(self, job: Job) -> None:
         request, alike = job.request, job.batch.alike
         key = request.policy, request.want, id(request.prompt), id(request.sampling)
         try:
             if key not in alike:
                 alike[key] = self._checked(request)
         except MilesError as error:
-            self._answer(job, error, loop)
+            self._answer(job, error)
             return
         job.open(alike[key], self.slots.max_length)
         self.lanes.enqueue(job)
 
     def _hand_over(self, loop: asyncio.AbstractEventLoop) -> None:
         for job, result in self.lanes.take_finished():
-            self._answer(job, result, loop)
+            self._answer(job, result)
+        if self._answered:  # all at once: every call wakes the event loop
+            loop.call_soon_threadsafe(_wake, self._answered)
+            self._answered = []
 
-    def _answer(self, job: Job, result: Completion | Exception, loop: asyncio.AbstractEventLoop) -> None:
+    def _answer(self, job: Job, result: Completion | Exception) -> None:
         batch = job.batch
         if batch.results[job.index] is None:  # else it came too late
             batch.results[job.index] = result
         batch.left -= 1
         if not batch.left:
-            loop.call_soon_threadsafe(_resolve, batch.future, None, None)
+            self._answered.append(batch.future)
+
+
+def _wake(waiting: Sequence[asyncio.Future[None]]) -> None:
+    for future in waiting:
+        _resolve(future, None, None)
 
 
 def _resolve(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:

@@ -26,7 +26,7 @@ from miles_core.feed import TaskFeed
 from miles_core.judge import Judge
 from miles_core.learner import Learner
 from miles_core.ledger import Ledger
-from miles_core.passes import CALL_TIMEOUT_S, GO_ON, Trainer, with_finite
+from miles_core.passes import CALL_TIMEOUT_S, Trainer, with_finite
 from miles_core.pool import Pool
 from miles_core.prepare import Parts, Prepared, sampling_of
 from miles_core.provider import Place
@@ -37,7 +37,7 @@ from miles_core.rollouts import Rollouts
 from miles_core.run import RunDir
 from miles_core.sampler import Sampler, SamplingPolicy, demonstrations
 from miles_core.schedule import Loop, PolicySetup, RunResult, Stop
-from miles_core.waits import close_all
+from miles_core.waits import GO_ON, close_all
 from miles_core.wiring import Wiring, wire
 
 START_TIMEOUT_S = 1800.0

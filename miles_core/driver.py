@@ -28,12 +28,10 @@ from miles_core.progress import Reports
 from miles_core.provider import Place
 from miles_core.run import Checkpoint, RunDir, check_resume, refuse_existing
 from miles_core.schedule import RunResult, Stop
+from miles_core.waits import GO_ON
 
 #: What math libraries read when they are first imported.
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-
-OBSERVER = "mend or uninstall the plugin whose `miles_on_…` hook raised, then go on with --resume"
-
 
 #: New objects, less freed ones, after which the garbage collector looks at them while a run goes on.
 COLLECT_AFTER = 100_000
@@ -150,7 +148,7 @@ async def _drive(
             "summary": "; ".join(map(_summary, run_file.policies.values())),
         }
         reports.start(info)
-        with blamed("an observer of the start of the run failed", StoppedError, OBSERVER):
+        with blamed("an observer of the start of the run failed", StoppedError, GO_ON):
             hooks.miles_on_run_start(info=info)
         result = await controller.run(run, ledger, reports.trackers, stop)
     except BaseException as error:
@@ -164,7 +162,7 @@ async def _drive(
         raise
     with suppress(StoppedError):  # everything was synced with the last checkpoint
         journal.close()
-    with blamed("an observer of the end of the run failed", StoppedError, OBSERVER):
+    with blamed("an observer of the end of the run failed", StoppedError, GO_ON):
         hooks.miles_on_run_end(status=result.status)
     reports.close(result.status)
     return result

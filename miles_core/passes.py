@@ -23,7 +23,7 @@ from miles_core.contracts.launcher import Workers
 from miles_core.contracts.learning import Output, Stage, TermInfo, UpdateResult
 from miles_core.errors import BackendError, CombinationError, LearnerError, blamed
 from miles_core.records import Group
-from miles_core.waits import finish_all
+from miles_core.waits import GO_ON, finish_all
 
 #: The fields of `algorithm` that hold stages, in the order of their phases.
 PHASES = ("penalties", "reward_kl", "advantage", "distill", "whiten", "corrections")
@@ -33,7 +33,6 @@ MADE = {"proximal_logprobs", "values", "bootstrap_value", "advantages", "returns
 OUTPUTS = ("logprobs", "values", "topk_ids", "topk_logprobs", "token_logprobs")
 
 CALL_TIMEOUT_S = 7200.0  # one score, update, save or load of the trainer
-GO_ON = "see the cause with --traceback, mend it, then go on with --resume"
 
 Stages = Mapping[str, Sequence[tuple[str, "Stage"]]]
 

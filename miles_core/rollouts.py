@@ -17,6 +17,7 @@ import numpy as np
 
 from miles_core.errors import TrackerError, blamed
 from miles_core.records import Array, Episode, Group, Message, Origin, Trajectory
+from miles_core.waits import GO_ON
 
 GROUPS_A_STEP = 4
 EPISODES_A_GROUP = 4
@@ -42,8 +43,7 @@ class Rollouts:
         `TrackerError` where the file cannot be written."""
         most = GROUPS_A_STEP if side == "train" else GROUPS_A_STEP * EPISODES_A_GROUP  # evaluations have groups of one
         shown = [(group, episode) for group in groups[:most] for episode in group.episodes[:EPISODES_A_GROUP]]
-        fix = "see the cause with --traceback, mend it, then go on with --resume"
-        with blamed(f"samples of step {step} could not be written to {self.folder}", TrackerError, fix):
+        with blamed(f"samples of step {step} could not be written to {self.folder}", TrackerError, GO_ON):
             lines = [_ENCODE(_line(g, e, self.text[policy], learnt(e.id))) + "\n" for g, e in shown]
             _file(self.folder, side, step).write_text("".join(lines), encoding="utf-8")
 

@@ -22,13 +22,12 @@ from miles_core.ledger import Lease, Ledger, Open
 from miles_core.progress import Reports, evaluation_metrics, rollout_metrics, sampled
 from miles_core.records import Group, Sampling, Status, Version
 from miles_core.side import Side
-from miles_core.waits import CANCEL_GRACE_S, cancel, cancelled, within
+from miles_core.waits import CANCEL_GRACE_S, GO_ON, cancel, cancelled, within
 
 __all__ = ["Loop", "PolicySetup", "RunResult", "Stop"]
 
 T = TypeVar("T")
 Accept = Callable[[Lease, Group], None]
-GO_ON = "see where with --traceback, mend or leave out that plugin, then go on with --resume"
 
 
 @dataclass(kw_only=True, eq=False)

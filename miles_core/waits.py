@@ -11,6 +11,9 @@ from miles_core.errors import DeadlineError, StoppedError
 
 T = TypeVar("T")
 
+#: The fix of what a plugin raised while a run went on.
+GO_ON = "see the cause with --traceback, mend it, then go on with --resume; it says how, if a plugin's files changed"
+
 #: How long a cancelled side may take to return before the run goes on without it.
 CANCEL_GRACE_S = 10.0
 #: How long one part may take to close; what hangs is left behind.

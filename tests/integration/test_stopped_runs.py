@@ -398,7 +398,8 @@ def test_an_observer_that_raises(miles, site, hook):
     """
     site("acme-nosy", "miles.tracker.v1", {"nosy": "acme_nosy"}, {"acme_nosy": code})
     said = miles("run", "toy.yaml", *SMALL, "trackers={nosy: {}, jsonl: {}}")
-    stopped(said, "MILES-E300", "observer", "RuntimeError: it was watching")
+    way = "then go on with --resume; it says how, if a plugin's files changed"
+    stopped(said, "MILES-E300", "observer", "RuntimeError: it was watching", way)
 
 
 # --- a side that hangs -----------------------------------------------------------------------------------------------

@@ -74,8 +74,9 @@ class Prepared:
 
 def prepare(run_file: RunFile, catalogue: Catalogue, run_dir: Path, export: RunLoader, begun: Any = None) -> Prepared:
     """Check everything that needs neither engine nor trainer. Raises `InputError`s; creates nothing but exports of
-    other runs (`export(run_dir, step) -> folder` makes a Hugging Face folder of a run's checkpoint). `begun`: the lock
-    that a resumed run began with."""
+    other runs (`export(run_dir, step) -> folder` makes a Hugging Face folder of a run's checkpoint) and what resolvers
+    keep in `runs/.sources`, for the next attempt: sources come first, as environments may read the renderer, and that
+    the tokenizer. `begun`: the lock that a resumed run began with."""
     match_capabilities(run_file, catalogue)
     wiring = Wiring(run_file, catalogue, run_dir, model_sources(run_file, catalogue, export, begun))
     parts = Parts.build(wiring, Place.CONTROLLER)

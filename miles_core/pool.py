@@ -19,7 +19,7 @@ import numpy as np
 from miles_core.contracts.engine import Completion, Health, PauseMode, Request
 from miles_core.errors import DeadlineError, EngineError, MilesError, QuorumError, clause
 from miles_core.records import Finish, Span, Version
-from miles_core.waits import cancel, finish_all
+from miles_core.waits import GO_ON, cancel, finish_all
 from miles_core.weights import ServingGate
 
 if TYPE_CHECKING:
@@ -191,18 +191,20 @@ class Pool:
         deadline = asyncio.get_running_loop().time() + min(request.deadline_s for request in requests)
         names = [n for n in self._candidates(requests[0].policy) if hasattr(self._members[n].engine, "generate_many")]
         names.sort(key=lambda name: self._members[name].load)
-        found: dict[str, Completion | Exception] = {}
-        parts: dict[str, list[Completion]] = {}
         names = names[: len(requests)]
-        asked = [self._many(name, requests[i :: len(names)], found, parts) for i, name in enumerate(names)]
-        await (asked[0] if len(asked) == 1 else finish_all(asked))  # one needs no task of its own
-        if rest := [request for request in requests if request.id not in found]:
+        parts: dict[str, list[Completion]] = {}
+        asked = [self._many(name, requests[i :: len(names)], parts) for i, name in enumerate(names)]
+        found: list[Completion | Exception | None] = [None] * len(requests)
+        for i, some in enumerate([await asked[0]] if len(asked) == 1 else await finish_all(asked)):  # one needs no task
+            found[i :: len(names)] = some
+        if rest := [request for request, result in zip(requests, found, strict=True) if result is None]:
             alone = [asyncio.ensure_future(self._alone(r, parts.get(r.id, ()), deadline)) for r in rest]
             try:
-                found |= zip((request.id for request in rest), await asyncio.gather(*alone), strict=True)
+                ended = iter(await asyncio.gather(*alone))
             finally:  # the first error stops the run: nobody waits for the others
                 await cancel(alone)
-        return [found[request.id] for request in requests]
+            return [next(ended) if result is None else result for result in found]
+        return found  # type: ignore[return-value]  # nothing is missing
 
     async def _alone(self, request: Request, parts: Sequence[Completion], deadline: float) -> Completion | Exception:
         try:
@@ -211,15 +213,12 @@ class Pool:
             return error
 
     async def _many(
-        self,
-        name: str,
-        requests: Sequence[Request],
-        found: dict[str, Completion | Exception],
-        parts: dict[str, list[Completion]],
-    ) -> None:
-        """One member's answers: into `found` where they end their request, else, with any token, into `parts`."""
+        self, name: str, requests: Sequence[Request], parts: dict[str, list[Completion]]
+    ) -> list[Completion | Exception | None]:
+        """One member's answers; `None` for a request that did not end there, with any of its tokens in `parts`."""
         member, task = self._members[name], asyncio.current_task()
         assert task is not None
+        found: list[Completion | Exception | None] = [None] * len(requests)
         call, ids = _Call(task, name), [request.id for request in requests]
         self._calls |= dict.fromkeys(ids, call)
         member.load += len(ids)
@@ -229,21 +228,22 @@ class Pool:
             if not call.lost:
                 raise
             task.uncancel()
-            return
+            return found
         except Exception:
-            return  # each alone will meet it again, and deal with it
+            return found  # each alone will meet it again, and deal with it
         finally:
             member.load -= len(ids)
             for request_id in ids:
                 del self._calls[request_id]
-        for request_id, result in zip(ids, results, strict=True):
+        for i, (request_id, result) in enumerate(zip(ids, results, strict=True)):
             if isinstance(result, DeadlineError):
-                found[request_id] = result
+                found[i] = result
             elif isinstance(result, Completion):
                 if result.finish != Finish.ABORT or request_id in call.aborted:
-                    found[request_id] = self._named(result)
+                    found[i] = self._named(result)
                 elif _count(result):
                     parts[request_id] = [self._named(result)]
+        return found
 
     async def generate(
         self, request: Request, parts: Sequence[Completion] = (), deadline: float | None = None
@@ -368,7 +368,7 @@ class Pool:
         except Exception as error:
             raise EngineError(
                 f"engine {name!r} failed at request {request.id!r}: {clause(error)}",
-                fix="see the cause with --traceback, mend it, then go on with --resume",
+                fix=GO_ON,
             ) from error
         finally:
             member.load -= 1

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ Header = dict[str, Any]
 _ZERO_D, _SCALAR = -1, -2
 #: An episode is a row of its own fields, in their order, and the number of its trajectories.
 _EPISODE = tuple(f.name for f in fields(Episode) if f.name != "trajectories")
+_SAMPLING = tuple(f.name for f in fields(Sampling))
 
 
 def encode_group(group: Group, *, omit: frozenset[str] = frozenset()) -> tuple[Header, list[bytes]]:
@@ -51,12 +53,16 @@ def encode_group(group: Group, *, omit: frozenset[str] = frozenset()) -> tuple[H
     for e in group.episodes:
         reward = None if e.reward is None else _number(e.reward)
         components = {k: _number(v) for k, v in e.components.items()} if e.components else {}
-        info = dict(e.info)
-        row = [e.id, e.member, reward, components, info, e.status, e.error, e.preference, len(e.trajectories)]
+        row = [e.id, e.member, reward, components, dict(e.info), e.status, e.error, e.preference, len(e.trajectories)]
         episodes.append(row)
     last: Any = samplings  # of no trajectory: most of a group share one object, and hashing it takes a while
+    newest: Any = versions  # of no span, likewise
     for t in trajectories:
-        spans = [[s.start, s.end, versions.setdefault(s.version, len(versions))] for s in t.spans]
+        spans = []
+        for s in t.spans:
+            if s.version is not newest:
+                newest, version = s.version, versions.setdefault(s.version, len(versions))
+            spans.append([s.start, s.end, version])
         if t.sampling is not last:
             last, sampling = t.sampling, samplings.setdefault(t.sampling, len(samplings))
         rows.append([t.id, t.length, t.finish, sampling, t.engine, t.axis, spans])
@@ -76,7 +82,7 @@ def encode_group(group: Group, *, omit: frozenset[str] = frozenset()) -> tuple[H
         else:
             alike = _alike(name, trajectories, refs)
         for block in alike:
-            if block.dtype.hasobject or block.dtype.kind == "V":
+            if not (dtype := _spelled(block.dtype)):
                 raise RecordError(
                     f"column {name!r} of {trajectories[block.owners[0]].id!r} has dtype {block.dtype}, which is not "
                     "plain data",
@@ -84,14 +90,14 @@ def encode_group(group: Group, *, omit: frozenset[str] = frozenset()) -> tuple[H
                 )
             chunks.append(b"".join([array.tobytes() for array in block.arrays]))
             owners = None if len(block.owners) == len(rows) else block.owners
-            blocks.append([name, block.dtype.str, list(block.inner), owners, block.counts, len(chunks[-1])])
+            blocks.append([name, dtype, list(block.inner), owners, block.counts, len(chunks[-1])])
     head = {name: getattr(group, name) for name in ("id", "policy", "slot", "attempt")}
     header = {
         "group": {**head, "task": _task_out(group.task)},
         "episodes": episodes,
         "trajectories": rows,
         "versions": [[v.policy, v.lineage, v.number] for v in versions],
-        "samplings": [None if s is None else asdict(s) for s in samplings],
+        "samplings": [None if s is None else {name: getattr(s, name) for name in _SAMPLING} for s in samplings],
         "blocks": blocks,
     }
     return header | ({"refs": refs} if refs else {}) | ({"omitted": omitted} if omitted else {}), chunks
@@ -130,6 +136,12 @@ class _Block:
     arrays: list[Array] = field(default_factory=list)
 
 
+@cache
+def _spelled(dtype: np.dtype[Any]) -> str:
+    """Its name in a header; nothing where it is not plain data."""
+    return "" if dtype.hasobject or dtype.kind == "V" else dtype.str
+
+
 def restorable(header: Mapping[str, Any]) -> bool:
     """Whether all of the group is in the frame, or in references that outlive the process."""
     return not header.get("omitted") and all(ref[5] for ref in header.get("refs", ()))
@@ -150,10 +162,8 @@ def decode_group(header: Mapping[str, Any], body: memoryview | bytes) -> Group:
             n = 1 if count < 0 else count * size
             part = flat[at : at + n].copy()
             at += n
-            if count == _SCALAR:
-                columns[index][name] = part[0]
-            else:
-                columns[index][name] = part.reshape(() if count == _ZERO_D else (count, *inner))
+            shape = () if count == _ZERO_D else (count, *inner)
+            columns[index][name] = part[0] if count == _SCALAR else part.reshape(shape)
     for index, name, key, size, digest, durable in header.get("refs", ()):
         columns[index][name] = Ref(key=key, nbytes=size, digest=digest, durable=durable)
     versions = [Version(policy=p, lineage=lineage, number=n) for p, lineage, n in header["versions"]]

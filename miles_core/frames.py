@@ -89,7 +89,7 @@ def encode_group(group: Group, *, omit: frozenset[str] = frozenset()) -> tuple[H
                     fix="store numbers or booleans in columns",
                 )
             chunks.append(b"".join([array.tobytes() for array in block.arrays]))
-            owners = None if len(block.owners) == len(rows) else block.owners
+            owners = [] if len(block.owners) == len(rows) else block.owners  # all of them
             blocks.append([name, dtype, list(block.inner), owners, block.counts, len(chunks[-1])])
     head = {name: getattr(group, name) for name in ("id", "policy", "slot", "attempt")}
     header = {
@@ -158,7 +158,7 @@ def decode_group(header: Mapping[str, Any], body: memoryview | bytes) -> Group:
         offset += nbytes
         at = 0
         size = math.prod(inner)
-        for index, count in zip(range(len(rows)) if owners is None else owners, counts, strict=True):
+        for index, count in zip(owners or range(len(rows)), counts, strict=True):
             n = 1 if count < 0 else count * size
             part = flat[at : at + n].copy()
             at += n

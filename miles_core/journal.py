@@ -26,13 +26,13 @@ import xxhash
 
 from miles_core.errors import JournalError, RecordError
 from miles_core.files import Files
+from miles_core.jsontext import exact
 
 FORMAT = 1
 _PREFIX = struct.Struct("<QQ")
 _HEADER_LENGTH = struct.Struct("<I")
 _MARK = b'{"kind":'  # how every header begins: finds frames behind a bad one
 _SMALLEST = _HEADER_LENGTH.size + len(_MARK)
-_ENCODE = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False).encode
 
 #: (segment, offset) of a frame, or of the end.
 Position = tuple[int, int]
@@ -90,8 +90,8 @@ class Journal:
                 fix="solve that, then go on with `miles run --resume`",
             )
         try:
-            text = _ENCODE({"kind": kind, **fields}).encode()
-        except (TypeError, ValueError, RecursionError) as error:  # UnicodeEncodeError too: half of a surrogate pair
+            text = exact({"kind": kind, **fields})
+        except (TypeError, ValueError, RecursionError) as error:
             raise RecordError(
                 f"a {kind!r} record holds what JSON cannot: {error}",
                 fix="return plain JSON from environments: numbers, strings, lists and dicts in a score's info",

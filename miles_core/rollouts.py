@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from miles_core.errors import TrackerError, blamed
+from miles_core.jsontext import readable
 from miles_core.records import Array, Episode, Group, Message, Origin, Trajectory
 from miles_core.waits import GO_ON
 
 GROUPS_A_STEP = 4
 EPISODES_A_GROUP = 4
-_ENCODE = json.JSONEncoder(ensure_ascii=False).encode  # `dumps` builds one every time
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Rollouts:
         most = GROUPS_A_STEP if side == "train" else GROUPS_A_STEP * EPISODES_A_GROUP  # evaluations have groups of one
         shown = [(group, episode) for group in groups[:most] for episode in group.episodes[:EPISODES_A_GROUP]]
         with blamed(f"samples of step {step} could not be written to {self.folder}", TrackerError, GO_ON):
-            lines = [_ENCODE(_line(g, e, self.text[policy], learnt(e.id))) + "\n" for g, e in shown]
-            _file(self.folder, side, step).write_text("".join(lines), encoding="utf-8")
+            lines = [readable(_line(g, e, self.text[policy], learnt(e.id))) + b"\n" for g, e in shown]
+            _file(self.folder, side, step).write_bytes(b"".join(lines))
 
 
 def _file(folder: Path, side: str, step: int) -> Path:

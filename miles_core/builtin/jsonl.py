@@ -10,7 +10,6 @@ appears again with a higher lineage. A torn last line, left by a kill, is cut of
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
@@ -21,12 +20,12 @@ from typing import Any
 
 from miles_core import hookimpl
 from miles_core.errors import TrackerError
+from miles_core.jsontext import readable
 from miles_core.provider import BuildContext, Provider
 from miles_core.records import Metric
 
 FORMAT = 1
 _CHUNK = 1 << 16
-_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=str)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +47,7 @@ class LineFile:
             raise self._error(error) from error
 
     def write(self, line: Mapping[str, Any]) -> None:
-        data = (_ENCODER.encode(line) + "\n").encode()
+        data = readable(line) + b"\n"
         at = self._end
         try:
             while at < self._end + len(data):
@@ -110,8 +109,8 @@ class JsonlTracker:
         if kind == "evaluating" and fields.get("done") != fields.get("of"):
             return  # a bar's progress, not a fact to keep
         step = fields.get("step")
-        rest = {key: _plain(value) for key, value in fields.items() if key not in ("v", "t", "type", "step")}
-        self._write(self._events, {**_head(kind, step), "lineage": self._lineage, **rest})
+        own = {**_head(kind, step), "lineage": self._lineage}
+        self._write(self._events, {**own, **fields, **own})
 
     def close(self, status: str) -> None:
         """Write the end of the run and close; after a failed write it only closes, so that the first error is told."""
@@ -143,21 +142,6 @@ def _number(value: float) -> float | int | None:
     if not math.isfinite(number):
         return None
     return int(number) if number.is_integer() and abs(number) < 2**53 else number
-
-
-def _plain(value: Any) -> Any:
-    """JSON without NaN: what cannot be held becomes `null`, what is no JSON becomes text."""
-    if type(value) in (str, int):  # most are
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(v) for v in value]
-    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # a NumPy scalar
-        return _plain(value.item())
-    return value
 
 
 def _build(config: JsonlConfig, context: BuildContext) -> JsonlTracker:

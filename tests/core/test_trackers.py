@@ -78,7 +78,7 @@ def test_only_the_torn_line_is_cut(tmp_path_factory, whole, torn):
     file = LineFile(path)
     file.write({"a": 1})
     file.close()
-    assert path.read_bytes() == kept + b'{"a": 1}\n'
+    assert path.read_bytes() == kept + b'{"a":1}\n'
 
 
 def test_full_disk_leaves_whole_lines(tmp_path, monkeypatch):

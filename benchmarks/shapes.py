@@ -11,9 +11,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import platform
 import random
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import threading
 import time
@@ -119,7 +121,8 @@ class Clock:
         if self._before:
             own = {name: spent[name] - self._before.get(name, 0.0) for name in spent}
             self.steps.append({"wall": now - self._at, "cpu": cpu - self._cpu, "threads": own})
-        self._at, self._cpu, self._before = now, cpu, spent
+        # What looking took is nobody's.
+        self._at, self._cpu, self._before = time.perf_counter(), time.process_time(), thread_seconds()
 
 
 def thread_seconds() -> dict[str, float]:
@@ -170,4 +173,6 @@ def measured(shape: Shape, model: str, steps: int) -> dict[str, Any]:
 def machine() -> str:
     """What a reader must know of the machine to judge a number."""
     threads = os.environ.get("OMP_NUM_THREADS", "default")
-    return f"{threads} thread(s) a process, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
+    optimised = "--enable-optimizations" in (sysconfig.get_config_var("CONFIG_ARGS") or "")
+    python = f"CPython {platform.python_version()} built {'with' if optimised else 'without'} optimisation"
+    return f"{threads} thread(s) a process, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {python}"

@@ -14,7 +14,7 @@ import numpy as np
 
 from miles_core.config.schema import OnFailedEpisode, ScheduleConfig
 from miles_core.errors import LedgerError
-from miles_core.records import Group, Status, Trajectory
+from miles_core.records import Episode, Group, Status, Trajectory
 
 
 def broken(what: str) -> LedgerError:
@@ -111,15 +111,20 @@ def mask_stale(group: Group, step: int, max_staleness: int) -> Group:
     return replace(group, episodes=episodes)
 
 
+def failed_episodes(group: Group) -> list[Episode]:
+    failed = Status.FAILED  # looked up once: CPython 3.11 calls a function for it
+    return [episode for episode in group.episodes if episode.status == failed]
+
+
 def fit_group(group: Group, schedule: ScheduleConfig) -> tuple[Group | None, str]:
     """The group to train after failed episodes were dealt with, or `None` and why not.
 
     `shrink` takes failed episodes out and keeps the rest if `min_group_size` of them are left.
     """
-    failed = [e for e in group.episodes if e.status == Status.FAILED]
+    failed = failed_episodes(group)
     if failed and schedule.on_failed_episode == OnFailedEpisode.drop_group:
         return None, f"failed episode: {failed[0].error}"
-    kept = tuple(e for e in group.episodes if e.status != Status.FAILED)
+    kept = tuple(e for e in group.episodes if e.status != Status.FAILED) if failed else group.episodes
     if len(kept) < max(1, schedule.min_group_size):
         left = f"{len(kept)} of {len(group.episodes)} episodes left, min_group_size {schedule.min_group_size}"
         return None, left + (f": {failed[0].error}" if failed else "")

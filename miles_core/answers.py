@@ -62,22 +62,20 @@ def plain_trajectories(
         "behaviour_logprobs": np.zeros(len(sampled), np.float32),
     }
     columns["behaviour_logprobs"][sampled] = logprobs
-    spans: dict[tuple[int, int, int], Span] = {}  # answers of a group share most of theirs; versions by identity
+    spans: dict[tuple[int, ...], tuple[Span, ...]] = {}  # answers of a group share most of theirs; versions by identity
     found, at = [], 0
     for episode, answer, count in zip(episodes, answers, counts[1::2], strict=True):
-        own = []
-        for span in answer.spans:
-            key = (span.start, span.end, id(span.version))
-            if key not in spans:
-                spans[key] = Span(start=start + span.start, end=start + span.end, version=span.version)
-            own.append(spans[key])
+        key = tuple([part for span in answer.spans for part in (span.end, id(span.version))])
+        if (own := spans.get(key)) is None:
+            moved = [Span(start=start + s.start, end=start + s.end, version=s.version) for s in answer.spans]
+            own = spans[key] = tuple(moved)
         rows = Rows(columns, at, at := at + start + count)
         found.append(
             Trajectory(
                 id=trajectory_id(episode, 0),
                 length=start + count,
                 columns=rows,
-                spans=tuple(own),
+                spans=own,
                 finish=answer.finish,
                 sampling=sampling,
                 engine=answer.engine,

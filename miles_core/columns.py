@@ -349,7 +349,9 @@ def validate(trajectory: Trajectory, specs: Mapping[str, ColumnSpec]) -> None:
 
 def plausible(logprobs: Array) -> bool:
     """Whether all of these are log-probabilities: finite, and at most 0 but for rounding."""
-    return len(logprobs) == 0 or bool(logprobs.max() <= 1e-4 and logprobs.min() > -np.inf)  # false for NaN too
+    if len(logprobs) == 0:
+        return True
+    return bool(np.maximum.reduce(logprobs) <= 1e-4 and np.minimum.reduce(logprobs) > -np.inf)  # false for NaN too
 
 
 _START = attrgetter("start")

@@ -49,6 +49,9 @@ if TYPE_CHECKING:
     from miles_core.records import Array, Task
 
 
+_OK, _TRUNCATED, _CUT = Status.OK, Status.TRUNCATED, Finish.LENGTH  # CPython 3.11 calls a function for each look-up
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingPolicy:
     """What sampling needs of one policy.
@@ -291,8 +294,7 @@ class Sampler:
         """What a single-turn environment says of an answer."""
         (answer,) = trajectories
         written = tuple(cast("Array", answer.columns["tokens"])[len(shared.root()) :].tolist())
-        text, finish = shared.text(written), answer.finish.value
-        told = _context(shared, member, text=text, finish=finish, trajectories=trajectories)
+        told = _context(shared, member, text=shared.text(written), finish=answer.finish, trajectories=trajectories)
         return _finished(shared, member, trajectories, await shared.env.score(shared.lease.task, told))
 
     async def _ask(self, shared: _Shared, request: Request) -> tuple[Completion, Mapping[str, Any]]:
@@ -401,7 +403,7 @@ def _finished(shared: _Shared, member: int, trajectories: tuple[Trajectory, ...]
             if value is not None and not math.isfinite(value):
                 ids = ", ".join(t.id for t in trajectories) or "none"
                 return _failed(shared, member, f"{key} is {value}, trajectories {ids}")
-    cut = Finish.LENGTH in [trajectory.finish for trajectory in trajectories]
+    cut = _CUT in [trajectory.finish for trajectory in trajectories]
     return Episode(
         id=name,
         member=member,
@@ -409,7 +411,7 @@ def _finished(shared: _Shared, member: int, trajectories: tuple[Trajectory, ...]
         reward=reward,
         components=components,
         info=score.info,
-        status=Status.TRUNCATED if cut else Status.OK,
+        status=_TRUNCATED if cut else _OK,
     )
 
 

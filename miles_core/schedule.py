@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from miles_core.admission import fit_group, is_stale, limit, mask_stale, versions_of
+from miles_core.admission import failed_episodes, fit_group, is_stale, limit, mask_stale, versions_of
 from miles_core.collaborators import Checkpoint, PolicySetup, Publisher, RolloutSink, RunResult, Sampler, Stop
 from miles_core.config.schema import EvalConfig, OnStale
 from miles_core.contracts.launcher import Tracker
 from miles_core.errors import LedgerError, StoppedError, blamed
 from miles_core.ledger import Lease, Ledger, Open
 from miles_core.progress import Reports, evaluation_metrics, rollout_metrics, sampled
-from miles_core.records import Group, Sampling, Status, Version
+from miles_core.records import Group, Sampling, Version
 from miles_core.side import Side
 from miles_core.waits import CANCEL_GRACE_S, GO_ON, cancel, cancelled, within
 
@@ -231,7 +231,7 @@ class Loop:
 
     def _tell_failed(self, side: Side, group: Group, **more: Any) -> int:
         """Report the failed episodes of a group; how many."""
-        failed = [e for e in group.episodes if e.status == Status.FAILED]
+        failed = failed_episodes(group)
         for episode in failed:
             self._reports.event("episode_failed", policy=side.name, episode=episode.id, why=episode.error, **more)
         return len(failed)

@@ -209,7 +209,7 @@ def _by_group(reward: Array, group_of: Array, formula: Callable[[Array], Array])
     """`formula` of each group's rewards, float64 [episodes]; NaN for episodes without a reward."""
     advantage = np.full(len(reward), np.nan)
     rewarded = ~np.isnan(reward)
-    for g in np.unique(group_of[rewarded]):
+    for g in dict.fromkeys(group_of[rewarded].tolist()):
         members = np.flatnonzero((group_of == g) & rewarded)
         advantage[members] = formula(reward[members].astype(np.float64))
     return advantage

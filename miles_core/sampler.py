@@ -129,7 +129,7 @@ class Sampler:
         else:
             episodes = await self._sampled(policy, lease, group_size, sampling, split)
         return Group(
-            id=group_id(lease.task.id, lease.attempt),
+            id=lease.group,
             policy=policy.name,
             slot=lease.slot,
             attempt=lease.attempt,
@@ -146,7 +146,7 @@ class Sampler:
         shared = self._running[lease.id] = _Shared(
             policy=policy,
             lease=lease,
-            group=group_id(lease.task.id, lease.attempt),
+            group=lease.group,
             env=env,
             multi_turn=hasattr(env, "episode"),  # a Protocol check would cost ten times as much a lease
             sampling=sampling,

@@ -34,6 +34,10 @@ class FakeLease:
     split: str = "train"
     started_version: int = 0
 
+    @property
+    def group(self):
+        return f"{self.task.id}#{self.attempt}"
+
 
 @dataclass
 class Env:

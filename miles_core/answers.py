@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _PLAIN = ("tokens", "logprobs")
 _WHOLE = (Finish.STOP, Finish.LENGTH)
 _INT32 = np.dtype(np.int32)
+_SAMPLED = np.uint8(Origin.SAMPLED)
 
 
 def plain_trajectories(
@@ -51,13 +52,13 @@ def plain_trajectories(
         parts += prompt, tokens
         given.append(likely)
         counts += start, count
-    sampled = np.repeat(np.array([False, True] * len(answers)), counts)
+    sampled = np.array([False, True] * len(answers)).repeat(counts)
     logprobs = np.concatenate(given)
     if not plausible(logprobs):
         return None
     columns: Mapping[str, Array] = {
         "tokens": np.concatenate(parts),
-        "origin": np.where(sampled, np.uint8(Origin.SAMPLED), np.uint8(Origin.PROMPT)),
+        "origin": sampled * _SAMPLED,  # the others are `Origin.PROMPT`, 0
         "trainable": sampled,
         "behaviour_logprobs": np.zeros(len(sampled), np.float32),
     }

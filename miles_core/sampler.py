@@ -158,9 +158,7 @@ class Sampler:
             context={
                 "renderer": policy.renderer,
                 "sampling": sampling,
-                "rng_of": functools.partial(
-                    generator, self._seed, policy.name, "episode", lease.task.id, lease.attempt
-                ),
+                "rng": functools.partial(generator, self._seed, policy.name, "episode", lease.task.id, lease.attempt),
                 "split": split,
                 "deadline_s": policy.deadline_s,
                 "scorers": self._scorers,
@@ -215,18 +213,21 @@ class Sampler:
             names = [episode_id(shared.group, member) for member in range(group_size)]
             plain = plain_trajectories(names, shared.root(), results, shared.sampling)
             if plain is not None:
-                return await self._judged(shared, plain)
+                return await self._judged(shared, plain, results)
         episodes = []
         for member, (result, sent) in enumerate(itertools.zip_longest(results, requests)):
             answered = functools.partial(self._answered, shared, result, sent)
             episodes.append(await self._episode(shared, member, answered))
         return tuple(episodes)
 
-    async def _judged(self, shared: _Shared, answers: Sequence[Trajectory]) -> tuple[Episode, ...]:
+    async def _judged(
+        self, shared: _Shared, plain: Sequence[Trajectory], answers: Sequence[Any]
+    ) -> tuple[Episode, ...]:
+        """The episodes of plain answers, of which the trajectories were made."""
         episodes = []
-        for member, answer in enumerate(answers):
+        for member, (trajectory, answer) in enumerate(zip(plain, answers, strict=True)):
             try:
-                episode = await self._scored(shared, member, (answer,))
+                episode = await self._scored(shared, member, trajectory, answer.columns["tokens"])
             except (Exception, SystemExit, asyncio.CancelledError) as error:
                 episode = _ended(shared, member, error)
             episodes.append(episode)
@@ -288,13 +289,14 @@ class Sampler:
             score = await cast("MultiTurn", shared.env).episode(shared.lease.task, session, context)
             return _finished(shared, member, session.trajectories(), score)
         await session.answer()
-        return await self._scored(shared, member, session.trajectories())
+        (trajectory,) = session.trajectories()
+        written = cast("Array", trajectory.columns["tokens"])[len(shared.root()) :]
+        return await self._scored(shared, member, trajectory, written)
 
-    async def _scored(self, shared: _Shared, member: int, trajectories: tuple[Trajectory, ...]) -> Episode:
-        """What a single-turn environment says of an answer."""
-        (answer,) = trajectories
-        written = tuple(cast("Array", answer.columns["tokens"])[len(shared.root()) :].tolist())
-        told = _context(shared, member, text=shared.text(written), finish=answer.finish, trajectories=trajectories)
+    async def _scored(self, shared: _Shared, member: int, answer: Trajectory, written: Array) -> Episode:
+        """What a single-turn environment says of an answer; its tokens are `written`."""
+        text, trajectories = shared.text(tuple(written.tolist())), (answer,)
+        told = _context(shared, member, text=text, finish=answer.finish, trajectories=trajectories)
         return _finished(shared, member, trajectories, await shared.env.score(shared.lease.task, told))
 
     async def _ask(self, shared: _Shared, request: Request) -> tuple[Completion, Mapping[str, Any]]:
@@ -321,17 +323,19 @@ class Sampler:
 
 
 class _Context(EpisodeContext):
-    """Makes `rng` when it is first asked for: most environments never do, and it is the dearest field by far."""
+    """What all members have in common is looked up when it is first asked for. So is `rng`, which most environments
+    never ask for, and which is the dearest field by far."""
 
     def __getattr__(self, name: str) -> Any:
-        if name != "rng":
+        common, member = self.__dict__.get("_of", ({}, 0))
+        if name not in common:
             raise AttributeError(name)
-        return self.__dict__.setdefault("rng", self.__dict__["rng_of"](self.__dict__["member"]))
+        return self.__dict__.setdefault(name, common[name](member) if name == "rng" else common[name])
 
 
 def _context(shared: _Shared, member: int, **answer: Any) -> EpisodeContext:
     context = object.__new__(_Context)
-    context.__dict__.update(shared.context, member=member, **answer)
+    context.__dict__.update(answer, _of=(shared.context, member))
     return context
 
 

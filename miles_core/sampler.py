@@ -80,7 +80,6 @@ class _Shared:
     env: Environment
     multi_turn: bool
     sampling: Sampling
-    split: str
     deadline: float
     seed_of: Callable[[int, int], int]  # (member, turn)
     root: Callable[[], Array]  # the prompt's ids
@@ -150,7 +149,6 @@ class Sampler:
             env=env,
             multi_turn=hasattr(env, "episode"),  # a Protocol check would cost ten times as much a lease
             sampling=sampling,
-            split=split,
             deadline=loop.time() + policy.deadline_s,
             seed_of=family(self._seed, policy.name, "sample", lease.task.id, lease.attempt),
             root=functools.cache(lambda: _prompt_ids(policy, lease.task)),
@@ -183,7 +181,6 @@ class Sampler:
         assert self._generate_many is not None and task is not None
         shared.tasks = [task]
         requests: list[Request] = []
-        results: list[Completion | Exception]
         try:
             prompt = {"tokens": shared.root()}
             requests = [
@@ -220,9 +217,7 @@ class Sampler:
             episodes.append(await self._episode(shared, member, answered))
         return tuple(episodes)
 
-    async def _judged(
-        self, shared: _Shared, plain: Sequence[Trajectory], answers: Sequence[Any]
-    ) -> tuple[Episode, ...]:
+    async def _judged(self, shared: _Shared, plain: list[Trajectory], answers: list[Any]) -> tuple[Episode, ...]:
         """The episodes of plain answers, of which the trajectories were made."""
         episodes = []
         for member, (trajectory, answer) in enumerate(zip(plain, answers, strict=True)):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -56,13 +55,8 @@ def encode_group(group: Group, *, omit: frozenset[str] = frozenset()) -> tuple[H
         row = [e.id, e.member, reward, components, dict(e.info), e.status, e.error, e.preference, len(e.trajectories)]
         episodes.append(row)
     last: Any = samplings  # of no trajectory: most of a group share one object, and hashing it takes a while
-    newest: Any = versions  # of no span, likewise
     for t in trajectories:
-        spans = []
-        for s in t.spans:
-            if s.version is not newest:
-                newest, version = s.version, versions.setdefault(s.version, len(versions))
-            spans.append([s.start, s.end, version])
+        spans = [[s.start, s.end, versions.setdefault(s.version, len(versions))] for s in t.spans]
         if t.sampling is not last:
             last, sampling = t.sampling, samplings.setdefault(t.sampling, len(samplings))
         rows.append([t.id, t.length, t.finish, sampling, t.engine, t.axis, spans])
@@ -82,7 +76,7 @@ def encode_group(group: Group, *, omit: frozenset[str] = frozenset()) -> tuple[H
         else:
             alike = _alike(name, trajectories, refs)
         for block in alike:
-            if not (dtype := _spelled(block.dtype)):
+            if block.dtype.hasobject or block.dtype.kind == "V":
                 raise RecordError(
                     f"column {name!r} of {trajectories[block.owners[0]].id!r} has dtype {block.dtype}, which is not "
                     "plain data",
@@ -90,7 +84,7 @@ def encode_group(group: Group, *, omit: frozenset[str] = frozenset()) -> tuple[H
                 )
             chunks.append(b"".join([array.tobytes() for array in block.arrays]))
             owners = [] if len(block.owners) == len(rows) else block.owners  # all of them
-            blocks.append([name, dtype, list(block.inner), owners, block.counts, len(chunks[-1])])
+            blocks.append([name, block.dtype.str, list(block.inner), owners, block.counts, len(chunks[-1])])
     head = {name: getattr(group, name) for name in ("id", "policy", "slot", "attempt")}
     header = {
         "group": {**head, "task": _task_out(group.task)},
@@ -134,12 +128,6 @@ class _Block:
     owners: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     arrays: list[Array] = field(default_factory=list)
-
-
-@cache
-def _spelled(dtype: np.dtype[Any]) -> str:
-    """Its name in a header; nothing where it is not plain data."""
-    return "" if dtype.hasobject or dtype.kind == "V" else dtype.str
 
 
 def restorable(header: Mapping[str, Any]) -> bool:
@@ -211,8 +199,12 @@ def _prompt_in(data: str | Sequence[Sequence[str]]) -> Prompt:
 def _task_out(task: Task) -> Header:
     """What a task does not have is left out."""
     shown = [_prompt_out(d) for d in task.demonstrations]
-    out = {"id": task.id, "prompt": _prompt_out(task.prompt), "answer": task.answer, "demonstrations": shown}
-    return {k: v for k, v in {**out, "metadata": dict(task.metadata)}.items() if v not in (None, [], {})}
+    rest = {"answer": task.answer, "demonstrations": shown, "metadata": dict(task.metadata)}
+    return {
+        "id": task.id,
+        "prompt": _prompt_out(task.prompt),
+        **{k: v for k, v in rest.items() if v not in (None, [], {})},
+    }
 
 
 def _task_in(data: Mapping[str, Any]) -> Task:

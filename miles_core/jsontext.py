@@ -18,7 +18,8 @@ _ONLY_JSON = orjson.OPT_PASSTHROUGH_DATETIME | orjson.OPT_PASSTHROUGH_DATACLASS
 
 
 def exact(value: Any) -> bytes:
-    """Comes back as it was. Raises `TypeError` or `ValueError` for what JSON cannot hold, NaN and infinities too."""
+    """What is JSON comes back as it was. Raises `TypeError`, `ValueError` or `RecursionError` for what JSON cannot hold
+    (NaN, infinities); but an enum may become its value, a UUID its text, and a key that is a number a string."""
     try:
         text = orjson.dumps(value, option=_ONLY_JSON)
     except TypeError:  # large whole numbers, keys that are none, half a surrogate pair: the standard library knows more

@@ -225,9 +225,8 @@ class Pool:
         try:
             results = await member.engine.generate_many(requests)  # type: ignore[attr-defined]
         except asyncio.CancelledError:
-            if not call.lost:
+            if not call.lost or task.uncancel():  # somebody else cancelled it too
                 raise
-            task.uncancel()
             return found
         except Exception:
             return found  # each alone will meet it again, and deal with it
@@ -235,6 +234,10 @@ class Pool:
             member.load -= len(ids)
             for request_id in ids:
                 del self._calls[request_id]
+        if len(results) != len(ids):
+            raise EngineError(
+                f"engine {name!r} gave {len(results)} answers to {len(ids)} requests", fix="give one to each"
+            )
         for i, (request_id, result) in enumerate(zip(ids, results, strict=True)):
             if isinstance(result, DeadlineError):
                 found[i] = result
@@ -349,9 +352,8 @@ class Pool:
         try:
             return await member.engine.generate(request)
         except asyncio.CancelledError:
-            if not call.lost:
+            if not call.lost or call.task.uncancel():
                 raise
-            call.task.uncancel()
             failures.append(f"{name}: {member.why}")
             return None
         except (EngineError, OSError) as error:

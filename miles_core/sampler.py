@@ -290,6 +290,8 @@ class Sampler:
 
     async def _scored(self, shared: _Shared, member: int, answer: Trajectory, written: Array) -> Episode:
         """What a single-turn environment says of an answer; its tokens are `written`."""
+        if shared.ended:  # while another of its group was judged, in the same task
+            raise asyncio.CancelledError
         text, trajectories = shared.text(tuple(written.tolist())), (answer,)
         told = _context(shared, member, text=text, finish=answer.finish, trajectories=trajectories)
         return _finished(shared, member, trajectories, await shared.env.score(shared.lease.task, told))

@@ -86,7 +86,7 @@ def run(
     finally:
         for timer in leaving:
             timer.cancel()
-        for number, handler in before.items():
+        for number, handler in before.items() if not stop.is_set() else ():  # a second one may still come
             signal.signal(number, handler)
     status = getattr(result, "status", "finished")
     if status == "interrupted":

@@ -70,6 +70,11 @@ def _ranges(run_file: RunFile) -> Wrong:
             )
         if "" in part.core.stop:
             yield f"{part.at}.stop holds an empty string, which ends every answer at once", "remove it"
+        if any("\ud800" <= character <= "\udfff" for stop in part.core.stop for character in stop):
+            yield (
+                f"{part.at}.stop holds half of a surrogate pair, which no answer can hold",
+                "write the character itself",
+            )
         if part.core.top_p <= 0:
             yield f"{part.at}.top_p is {part.core.top_p:g}; it must be above 0", "write 1.0 to keep all"
 

@@ -62,7 +62,7 @@ class EvalConfig:
     """Section `eval`: evaluation on each environment's own split."""
 
     every: int | None = opt(None, "evaluate before step 0, every so many steps and at the end; off where null", low=1)
-    tasks: int = opt(128, "tasks an evaluation, from the start of the eval split", unit="tasks", low=1)
+    tasks: int = opt(128, "tasks an evaluation, from the start of the eval split", unit="tasks", low=1, high=100_000)
     temperature: float = opt(0.0, "sampling temperature of evaluations; 0 is greedy", low=0)
     engines: EvalEngines = opt(EvalEngines.pool, "which engines evaluate")
 

@@ -499,6 +499,8 @@ WRONG = [
     ),
     (CombinationError, "roles.old.optimizer.lr=1", r"roles.old.optimizer is given, but its update is 'frozen'\n.*"),
     (ConfigRangeError, "rollout.stop=['']", r"rollout.stop holds an empty string, which ends every .*\n.*"),
+    (ConfigRangeError, r'rollout.stop=["\ud800"]', r"rollout.stop holds half of a surrogate pair.*\n.*"),
+    (ConfigRangeError, "eval.tasks=999999999", r"eval.tasks.*100000.*\n.*"),
     (ConfigRangeError, "rollout.temperature=0", r"rollout.temperature is 0; sampling to train on needs .*\n.*greedy.*"),
     (ConfigRangeError, "eval.engines=pinned", r"eval.engines is .pinned., which is not built yet.*\n.*pool"),
     (ConfigRangeError, "rollout.top_p=0", r"rollout.top_p is 0; it must be above 0\n.*"),

@@ -152,7 +152,7 @@ def test_groups_of_the_first_release_are_read_and_would_be_written_so_again():
         header, blocks = encode_group(decode_group(frame.header, frame.body))
         written = {"kind": "group", "lease": frame.header["lease"], **header}
         before = dict(frame.header)
-        before["blocks"] = [[*row[:3], row[3] or [], *row[4:]] for row in before["blocks"]]  # everyone: once null, now []
+        before["blocks"] = [[*row[:3], row[3] or [], *row[4:]] for row in before["blocks"]]  # everyone was null once
         assert json.dumps(written) == json.dumps(before)
         assert b"".join(blocks) == frame.body
 
@@ -192,6 +192,9 @@ def test_rewards_components_and_messages():
     before = Group(id="g", policy="p", slot=0, attempt=0, task=task, episodes=before.episodes)
     equal(before, through(before))
     assert through(before).episodes[0].reward == 1.0 / 3.0
+    for empty in ("", ()):
+        bare = replace(before, task=Task(id="x", prompt=empty))
+        equal(bare, through(bare))
 
 
 def test_references_are_kept_and_only_durable_ones_can_be_restored():

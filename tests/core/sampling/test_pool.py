@@ -378,6 +378,36 @@ def test_errors_of_single_requests_and_deadlines():
     asyncio.run(main())
 
 
+def test_another_number_of_answers_than_of_requests_stops_the_run():
+    async def main():
+        pool, engines = together(1)
+        for spoil in (lambda results: results[1:], lambda results: [*results, results[0]]):
+            engines["e0"].spoil = spoil
+            with pytest.raises(EngineError, match=r"engine 'e0' gave \d answers to 3 requests"):
+                await pool.generate_many(requests(3))
+        assert not pool._calls and pool._members["e0"].load == 0
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_a_caller_that_is_cancelled_as_its_member_is_lost_is_cancelled(many):
+    async def main():
+        pool, engines = together(2)
+        for engine in engines.values():
+            engine.limit = 1
+        task = asyncio.create_task(pool.generate_many(requests(1)) if many else pool.generate(requests(1)[0]))
+        await asyncio.sleep(0.02)
+        (name,) = [name for name, member in pool._members.items() if member.load]
+        pool.quarantine(name, "unplugged")
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(task, 5)
+        assert task.cancelling() == 1 and not pool._calls
+
+    asyncio.run(main())
+
+
 def test_cancelling_the_caller_cancels_the_batch():
     async def main():
         pool, engines = together(1)

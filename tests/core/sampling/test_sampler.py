@@ -261,6 +261,17 @@ def test_deadlines_fail_the_episode():
     assert "DeadlineError" in run(make(Env(), late)[0]).episodes[0].error
 
 
+def test_a_verdict_that_does_not_come_ends_with_its_group():
+    """Of all members, also where an environment that says it never waits does so."""
+
+    class Waiting(Env):
+        async def score(self, task, context):
+            await asyncio.sleep(60)
+
+    group = run(make(Waiting(), deadline_s=0.05)[0], size=4)
+    assert [e.error.rsplit(": ", 1)[1] for e in group.episodes] == ["passed its deadline of 0.05 s"] * 4
+
+
 def test_a_silent_engine_meets_the_deadline():
     async def main():
         engine = FakeEngine("e0")

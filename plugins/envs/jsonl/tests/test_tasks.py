@@ -173,6 +173,7 @@ def test_evaluation_file(tmp_path):
 
 BAD = [
     ("{", r"not JSON"),
+    ("[" * 100_000, r"not JSON"),
     ('{"prompt": "q", "answer": NaN}', "NaN is not a JSON number"),
     ("[1]", "holds a list, not an object"),
     ('{"question": "q", "answer": 1}', r"no field 'prompt' \(nor 'messages'\); it has answer, question"),

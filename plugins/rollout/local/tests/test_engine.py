@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import gc
+import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -418,3 +421,92 @@ def test_answers_that_can_never_be_as_long_as_asked_are_announced(
 def test_an_engine_that_only_scores_announces_nothing(caplog: pytest.LogCaptureFixture) -> None:
     build(QWEN, core=EngineKeys(max_new_tokens=256), run=SimpleNamespace(judges={"local": None}, policies={}))
     assert not caplog.records
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_resume_that_comes_before_the_pause_was_taken_up_ends_it(model: Any, busy: bool) -> None:
+    async def main() -> None:
+        engine = await started(model, QWEN)
+        endless(engine)
+        sampling = [asyncio.ensure_future(engine.generate(request("x", [3], **LONG)))] if busy else []
+        pausing = asyncio.ensure_future(engine.pause("finish"))
+        await asyncio.sleep(0)
+        await engine.resume()
+        await asyncio.wait_for(pausing, 20)
+        assert len((await engine.generate(request("y", [3], max_new_tokens=2))).columns["tokens"]) == 2
+        await asyncio.gather(*sampling)
+        await engine.close()
+
+    run(main())
+
+
+class Paused(collections.deque[Any]):
+    """What the worker takes its work from. Once armed, the worker waits behind the look that finds nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.armed, self.seen, self.go = False, threading.Event(), threading.Event()
+
+    def __bool__(self) -> bool:
+        found = len(self) > 0
+        if not found and self.armed and threading.current_thread() is not threading.main_thread():
+            self.armed = False
+            self.seen.set()
+            self.go.wait(10)
+        return found
+
+
+@pytest.mark.parametrize("how", ["abort", "cancel"])
+def test_what_ends_a_request_does_not_overtake_it(model: Any, how: str) -> None:
+    async def main() -> None:
+        engine = await started(model, QWEN)
+        endless(engine)
+        engine._incoming = incoming = Paused()
+        incoming.armed = True
+        warm = asyncio.ensure_future(engine.generate(request("warm", [3], max_new_tokens=2)))
+        while not incoming.seen.is_set():
+            await asyncio.sleep(0.001)
+        late = asyncio.ensure_future(engine.generate(request("r", [3, 4], **LONG)))
+        await asyncio.sleep(0.01)  # handed in, while the worker stands between its look and the commands
+        ending = asyncio.ensure_future(engine.abort(["r"])) if how == "abort" else None
+        if ending is None:
+            late.cancel()
+        await asyncio.sleep(0.01)
+        incoming.go.set()
+        if ending is None:
+            await engine.control(lambda: None)
+            assert engine.lanes.counts()[0] <= 1  # at most `warm`
+        else:
+            await ending
+            assert (await late).finish == Finish.ABORT and len((await late).columns["tokens"]) < 60
+        await warm
+        await engine.close()
+
+    run(main())
+
+
+ODD = {
+    "no tokens": {"prompt": {}},
+    "tokens of None": {"prompt": {"tokens": None}},
+    "two dimensions": {"prompt": {"tokens": np.full((2, 2), 3, np.int32)}},
+    "an unknown id to go on from": {"resume": np.array([VOCABULARY], np.int32)},
+    "half a character to stop at": {"sampling": Sampling(max_new_tokens=4, stop=("\ud800",))},
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_a_request_that_cannot_be_read_costs_nobody_else_theirs(model: Any, odd: str) -> None:
+    async def main() -> None:
+        engine = await started(model, QWEN)
+        endless(engine)
+        beside = asyncio.ensure_future(engine.generate(request("beside", [5, 6], max_new_tokens=30)))
+        good = [request(f"g{i}", [3, 4, 5], max_new_tokens=8, seed=i) for i in range(2)]
+        first, refused, last = await engine.generate_many(
+            [good[0], replace(request("bad", [3, 4]), **ODD[odd]), good[1]]
+        )
+        assert [len(done.columns["tokens"]) for done in (first, last, await beside)] == [8, 8, 30]
+        assert isinstance(refused, EngineError) and "'bad'" in str(refused)
+        assert (await engine.health()).ok
+        await engine.close()
+
+    run(main())

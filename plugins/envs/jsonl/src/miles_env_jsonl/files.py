@@ -100,7 +100,7 @@ class JsonlRows:
     def read(self, row: int) -> Mapping[str, Any]:
         try:
             value = json.loads(self.raw(row).decode("utf-8-sig" if row == 0 else "utf-8"), parse_constant=_no_constant)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BadRow(self.where(row), f"not JSON: {error}", "repair or remove the line") from error
         if not isinstance(value, dict):
             raise BadRow(self.where(row), f"holds a {kind_of(value)}, not an object", "write one object a line")

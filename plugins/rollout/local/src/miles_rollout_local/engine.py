@@ -155,13 +155,12 @@ class LocalEngine:
         self._arrived.append(self._parked)
         self._parked = []
 
-        def go() -> None:
+        def go() -> list[asyncio.Future[None]]:
             self._paused = False
-            self._draining.clear()
+            waiting, self._draining = self._draining, []
+            return waiting
 
-        for waiter in self._draining:
-            _resolve(waiter, None, None)
-        await self.control(go)
+        _wake(await self.control(go))
 
     def port(self, name: str) -> TensorsPort:
         if name not in self._ports:
@@ -259,14 +258,19 @@ class LocalEngine:
                 + (", so that an answer may follow" if most < self.slots.max_length else ""),
                 fix="shorten the prompt, or raise rollout.max_length where the model allows it",
             )
-        prompt = np.asarray(given, np.int64)
-        if prompt.view(np.uint64).max() >= len(self.slots.is_stop):  # a negative id is huge
+        return self._check_ids(request, given, "the prompt")
+
+    def _check_ids(self, request: Request, given: Any, what: str) -> Any:
+        """`given` as int64 [n], where it is ids of the vocabulary."""
+        ids = np.asarray(given, np.int64)
+        if ids.ndim != 1 or (
+            len(ids) and ids.view(np.uint64).max() >= len(self.slots.is_stop)
+        ):  # a negative id is huge
             raise EngineError(
-                f"the prompt of request {request.id!r} holds a token outside the vocabulary of "
-                f"{len(self.slots.is_stop)}",
+                f"{what} of request {request.id!r} holds a token outside the vocabulary of {len(self.slots.is_stop)}",
                 fix="use the model's own tokenizer",
             )
-        return prompt
+        return ids
 
     def _alive(self) -> None:
         if self._failure is not None:
@@ -294,6 +298,7 @@ class LocalEngine:
     def _forget(self, batch: _Batch) -> None:
         """Nobody waits for these any more: free their slots."""
         self._parked = [job for job in self._parked if job.batch is not batch]
+        self._let_in()
         loop = asyncio.get_running_loop()
         self._commands.append((lambda: self.lanes.abort(lambda job: job.batch is batch), loop.create_future()))
         self._kick(loop)
@@ -354,12 +359,11 @@ class LocalEngine:
         if self._closed:
             return False
         lanes = self.lanes
-        while self._incoming:
-            for job in self._incoming.popleft():
-                self._enter(job)
+        self._take_in()
         ran = bool(self._commands)
         while self._commands:
             command, future = self._commands.popleft()
+            self._take_in()  # it may have come since, and before the command
             result, error = None, None
             try:
                 result = command()
@@ -377,17 +381,28 @@ class LocalEngine:
                 loop.call_soon_threadsafe(_resolve, self._draining.pop(), None, None)
         return ran or stepping
 
+    def _take_in(self) -> None:
+        while self._incoming:
+            for job in self._incoming.popleft():
+                self._enter(job)
+
     def _enter(self, job: Job) -> None:
         request, alike = job.request, job.batch.alike
         key = request.policy, request.want, id(request.prompt), id(request.sampling)
         try:
             if key not in alike:
                 alike[key] = self._checked(request)
+            if request.resume is not None:
+                self._check_ids(request, request.resume, "what it goes on from")
+            job.open(alike[key], self.slots.max_length)
         except MilesError as error:
             self._answer(job, error)
-            return
-        job.open(alike[key], self.slots.max_length)
-        self.lanes.enqueue(job)
+        except Exception as error:  # it must not cost the others theirs
+            told = EngineError(f"request {request.id!r} cannot be read: {error!r}", fix="see the contract of `Request`")
+            told.__cause__ = error
+            self._answer(job, told)
+        else:
+            self.lanes.enqueue(job)
 
     def _hand_over(self, loop: asyncio.AbstractEventLoop) -> None:
         for job, result in self.lanes.take_finished():

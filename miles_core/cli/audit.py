@@ -28,12 +28,14 @@ def audit(run: Annotated[Path, typer.Argument(help="a run directory, e.g. runs/q
     schedules, due = asked(opened.tree())
     # Before the journal: of a run that goes on, it then says more than they do, never less.
     lines = list(opened.metrics())
+    last = opened.latest()  # of a run's last step, it is written when every lease has its end
     ledgers, found = _ledgers(opened, due)
     frames = list(read(opened.path / "journal"))
     history = History()
     for frame in frames:
         history.apply(frame)
-    finished = all(history.steps.get(name, 0) == steps for name, (steps, _) in due.items())
+    step = last.step if last else 0
+    finished = all(history.steps.get(name, 0) == steps == step * share for name, (steps, share) in due.items())
     _print(history, schedules)
     if any(frame.kind != "segment" for frame in frames):
         found += check_history(frames, schedules, finished=finished) + check_versions(frames)

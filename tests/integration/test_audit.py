@@ -149,6 +149,7 @@ MOMENTS = {
     "before a checkpoint": (Ledger, "snapshot", 1, ()),
     "within a checkpoint": (RunDir, "commit_checkpoint", 1, ()),
     "behind a checkpoint": (RunDir, "point_best", 1, ("eval={every: 1, tasks: 2}",)),
+    "within the last evaluation": (Ledger, "evaluated", 10, ("eval={every: 1, tasks: 2}",)),
     "overlapping": (Ledger, "finish", 7, ("schedule.max_staleness=2", "schedule.off_policy=uncorrected")),
 }
 

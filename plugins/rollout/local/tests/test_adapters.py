@@ -295,3 +295,21 @@ def test_policies_of_one_engine_are_alike(tmp_path: Path) -> None:
     for changes in ({"source": "other"}, {"tokenizer": "chars"}):
         with pytest.raises(ConfigError, match="serves policies 'a' and 'b', whose tokenizer, renderer or architecture"):
             build(policy("b", **changes))
+
+
+def test_a_policy_without_any_tensor_is_refused_and_costs_nobody_an_answer(tmp_path: Path) -> None:
+    model = model_of(ARCHITECTURES["qwen3"])
+
+    async def go() -> None:
+        engine = engine_of(folder_of(model, tmp_path / "base"))
+        await engine.start()
+        await send(engine, adapter(model, 1), 0, "a")
+        with pytest.raises(WeightError, match="no tensor of policy 'b' has come, and it has none here yet"):
+            await send(engine, [], 0, "b")
+        await send(engine, [], 1, "a")  # what it has, under a new version
+        with pytest.raises(EngineError, match="serves 'a'"):
+            await engine.generate(replace(request("x", [3]), policy="b"))
+        assert (await engine.generate(replace(request("y", [3], max_new_tokens=2), policy="a"))).spans
+        await engine.close()
+
+    run(go())

@@ -379,6 +379,8 @@ def test_an_engine_that_ends_tells_those_who_wait_and_nobody_else(model: Any, en
         engine = await started(model, QWEN, slots=4)
         endless(engine)
         jobs = await stand_still(engine, [request(f"r{i}", [3, 4], max_new_tokens=60) for i in range(3)])
+        while engine._running:  # it may not have landed yet, and would take up what comes now
+            await asyncio.sleep(0.001)
         engine._running = True  # the worker takes nothing up any more: commands stay where they are
         for job in jobs[:2]:
             job.cancel()
@@ -486,12 +488,31 @@ def test_what_ends_a_request_does_not_overtake_it(model: Any, how: str) -> None:
     run(main())
 
 
-ODD = {
+ODD: dict[str, dict[str, Any]] = {
     "no tokens": {"prompt": {}},
     "tokens of None": {"prompt": {"tokens": None}},
     "two dimensions": {"prompt": {"tokens": np.full((2, 2), 3, np.int32)}},
+    "ids that are no whole numbers": {"prompt": {"tokens": np.array([3.5, 4.0])}},
+    "truths in the place of ids": {"prompt": {"tokens": np.array([True, False])}},
+    "ids as text": {"prompt": {"tokens": ["3", "4"]}},
     "an unknown id to go on from": {"resume": np.array([VOCABULARY], np.int32)},
+    "half an id to go on from": {"resume": np.array([3.5])},
+    "a seed that is no whole number": {"seed": 0.5},
+    "no seed": {"seed": None},
+    "no deadline": {"deadline_s": None},
+    "a deadline that is no number": {"deadline_s": float("nan")},
     "half a character to stop at": {"sampling": Sampling(max_new_tokens=4, stop=("\ud800",))},
+}
+ODD |= {
+    f"{name} {value!r:.9}": {"sampling": replace(Sampling(max_new_tokens=4), **{name: value})}
+    for name, values in {
+        "max_new_tokens": ("4", None, 2.5, float("nan"), -1),
+        "temperature": ("hot", None, float("nan"), float("inf"), -1.0, 2**2000),
+        "top_p": ("1", None, float("nan"), -1, 0, 2, [0.5]),
+        "top_k": ("3", None, 2.5, -3, 2**70, float("nan")),
+        "stop": ("ab", 5, (5,), ("",)),  # a bare string would stop at each of its characters
+    }.items()
+    for value in values
 }
 
 
@@ -509,5 +530,78 @@ def test_a_request_that_cannot_be_read_costs_nobody_else_theirs(model: Any, odd:
         assert isinstance(refused, EngineError) and "'bad'" in str(refused)
         assert (await engine.health()).ok
         await engine.close()
+
+    run(main())
+
+
+def test_a_negative_seed_of_numpy_is_the_seed_that_it_is(model: Any) -> None:
+    async def main() -> None:
+        engine = await started(model, QWEN)
+        asked = [request("x", [3, 4], seed=seed) for seed in (-3, np.int64(-3))]
+        ours, numpys = await engine.generate_many(asked)
+        assert ours.columns["tokens"].tolist() == numpys.columns["tokens"].tolist()
+        await engine.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("parked", [False, True])
+def test_a_deadline_costs_only_the_requests_that_it_is_for(model: Any, parked: bool) -> None:
+    async def main() -> None:
+        engine = await started(model, QWEN, slots=2)
+        endless(engine)
+        pausing = None
+        if parked:  # behind what a pause waits for, they wait outside
+            old = await stand_still(engine, [request("old", [3], **LONG)])
+            pausing = asyncio.ensure_future(engine.pause("finish"))
+            await asyncio.sleep(0)
+        else:
+            await engine.pause("in_place")
+        soon, later = (replace(request(f"{s} s", [3, 4], **LONG), deadline_s=s) for s in (0.05, 0.1))
+        asked = asyncio.ensure_future(engine.generate_many([soon, request("whole", [3, 4], **LONG), later]))
+        if pausing is not None:
+            await asyncio.gather(pausing, *old)
+        await asyncio.sleep(0.3)
+        assert not asked.done()
+        await engine.resume()
+        first, whole, last = await asked
+        assert isinstance(first, DeadlineError) and "'0.05 s' took over 0.05 s" in str(first)
+        assert isinstance(last, DeadlineError) and "'0.1 s' took over 0.1 s" in str(last)
+        assert len(whole.columns["tokens"]) == 60
+        await engine.control(lambda: None)
+        assert engine.lanes.counts() == (0, 0) and not engine._parked
+        await engine.close()
+
+    run(main())
+
+
+def test_a_resume_that_is_cancelled_on_its_way_still_ends_the_pause(model: Any) -> None:
+    async def main() -> None:
+        engine = await started(model, QWEN)
+        endless(engine)
+        (old,) = await stand_still(engine, [request("x", [3], **LONG)])
+        pausing = asyncio.ensure_future(engine.pause("finish"))
+        await asyncio.sleep(0)
+        resuming = asyncio.ensure_future(engine.resume())
+        await asyncio.sleep(0)
+        resuming.cancel()
+        await asyncio.wait_for(pausing, 20)
+        assert len((await old).columns["tokens"]) == 60
+        await engine.close()
+
+    run(main())
+
+
+def test_a_close_that_is_cancelled_tells_those_in_flight(model: Any) -> None:
+    async def main() -> None:
+        engine = await started(model, QWEN)
+        await engine.pause("in_place")
+        waiting = asyncio.ensure_future(engine.generate(request("x", [3])))
+        await asyncio.sleep(0.01)
+        closing = asyncio.ensure_future(engine.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        with pytest.raises(EngineError, match="was closed"):
+            await asyncio.wait_for(waiting, 20)
 
     run(main())

@@ -11,6 +11,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -26,12 +27,18 @@ from miles_rollout_local.scoring import asked
 from miles_rollout_local.slots import Slots
 from miles_rollout_local.weights import LiveWeights
 
+#: A temperature that is finite in the batch's float32, and a number of tokens that its int64 holds.
+_HOTTEST, _MOST = 3e38, 2**63 - 1
+#: Longer than any deadline, in seconds.
+_EVER_S = 1e9
+
 
 class _Batch:
     """Requests that came together: jobs, made by who goes through them. `left` counts those that the worker has not
     finished."""
 
-    __slots__ = ("alike", "future", "left", "requests", "results")
+    __slots__ = ("alike", "future", "left", "requests", "results", "timer")
+    timer: asyncio.TimerHandle
 
     def __init__(self, future: asyncio.Future[None], requests: Sequence[Request]) -> None:
         self.future, self.left = future, len(requests)
@@ -44,6 +51,10 @@ class _Batch:
 
     def __iter__(self) -> Iterator[Job]:
         return (Job(request, self, index) for index, request in enumerate(self.requests))
+
+    def due(self) -> float:
+        """The nearest deadline of those without an answer, in seconds from when they came."""
+        return min(map(_seconds, (r for r, result in zip(self.requests, self.results, strict=True) if result is None)))
 
 
 class LocalEngine:
@@ -107,14 +118,14 @@ class LocalEngine:
         else:
             self._arrived.append(batch)
         self._kick(loop)
-        timer = loop.call_later(min(request.deadline_s for request in requests), self._expire, batch)
+        self._watch(loop, batch, loop.time(), batch.due())
         try:
             await batch.future
         except BaseException:  # cancelled: the slots must not stay taken
-            self._forget(batch)
+            self._forget(lambda job: job.batch is batch)
             raise
         finally:
-            timer.cancel()
+            batch.timer.cancel()
             self._inflight.discard(batch)
         return batch.results  # type: ignore[return-value]  # all of them are there
 
@@ -124,9 +135,7 @@ class LocalEngine:
         def chosen(job: Job) -> bool:
             return wanted is None or job.request.id in wanted
 
-        self._arrived.append([job for job in self._parked if chosen(job)])
-        self._parked = [job for job in self._parked if not chosen(job)]
-        await self.control(lambda: self.lanes.abort(chosen))
+        await self.control(self._ending(chosen))
 
     async def pause(self, mode: PauseMode) -> None:
         """See `Engine.pause`. Requests that come while `finish` waits are served after `resume`."""
@@ -155,12 +164,12 @@ class LocalEngine:
         self._arrived.append(self._parked)
         self._parked = []
 
-        def go() -> list[asyncio.Future[None]]:
+        def go() -> None:
             self._paused = False
-            waiting, self._draining = self._draining, []
-            return waiting
+            self._answered += self._draining  # woken by the worker: who called this may be cancelled by then
+            self._draining = []
 
-        _wake(await self.control(go))
+        await self.control(go)
 
     def port(self, name: str) -> TensorsPort:
         if name not in self._ports:
@@ -182,9 +191,11 @@ class LocalEngine:
             return
         self._closed = True
         worker, self._worker = self._worker, None
-        if worker is not None:
-            await asyncio.to_thread(worker.shutdown)
-        self._fail(EngineError(f"engine {self.name!r} was closed", fix="finish requests before closing"))
+        try:
+            if worker is not None:
+                await asyncio.to_thread(worker.shutdown)
+        finally:
+            self._fail(EngineError(f"engine {self.name!r} was closed", fix="finish requests before closing"))
 
     # --- for the port ------------------------------------------------------------------------------------------------
 
@@ -258,19 +269,37 @@ class LocalEngine:
                 + (", so that an answer may follow" if most < self.slots.max_length else ""),
                 fix="shorten the prompt, or raise rollout.max_length where the model allows it",
             )
+        self._check_sampling(request)
         return self._check_ids(request, given, "the prompt")
+
+    def _check_sampling(self, request: Request) -> None:
+        """What the batch could not hold, or would read as something else, is refused before it gets there."""
+        s = request.sampling
+        fits = {
+            "max_new_tokens": isinstance(s.max_new_tokens, Integral) and s.max_new_tokens >= 0,
+            "temperature": isinstance(s.temperature, Real) and 0 <= s.temperature <= _HOTTEST,
+            "top_p": isinstance(s.top_p, Real) and 0 < s.top_p <= 1,
+            "top_k": isinstance(s.top_k, Integral) and 0 <= s.top_k <= _MOST,
+            "stop": not isinstance(s.stop, str) and all(isinstance(stop, str) and stop for stop in s.stop or ()),
+        }
+        if wrong := [f"{name} {getattr(s, name)!r:.80}" for name, fit in fits.items() if not fit]:
+            raise EngineError(
+                f"request {request.id!r} cannot be sampled with {', '.join(wrong)}",
+                fix="give whole numbers from 0 as max_new_tokens and top_k, a temperature from 0, a top_p above 0 and "
+                "up to 1, and a tuple of strings that are not empty as stop",
+            )
 
     def _check_ids(self, request: Request, given: Any, what: str) -> Any:
         """`given` as int64 [n], where it is ids of the vocabulary."""
-        ids = np.asarray(given, np.int64)
-        if ids.ndim != 1 or (
-            len(ids) and ids.view(np.uint64).max() >= len(self.slots.is_stop)
-        ):  # a negative id is huge
-            raise EngineError(
-                f"{what} of request {request.id!r} holds a token outside the vocabulary of {len(self.slots.is_stop)}",
-                fix="use the model's own tokenizer",
-            )
-        return ids
+        ids, vocabulary = np.asarray(given), len(self.slots.is_stop)
+        if ids.ndim == 1 and (not len(ids) or ids.dtype.kind in "iu"):  # a truth or a fraction would become an id
+            ids = ids.astype(np.int64, copy=False)
+            if not len(ids) or ids.view(np.uint64).max() < vocabulary:  # a negative id is huge
+                return ids
+        raise EngineError(
+            f"{what} of request {request.id!r} holds a token outside the vocabulary of {vocabulary}",
+            fix="use the model's own tokenizer",
+        )
 
     def _alive(self) -> None:
         if self._failure is not None:
@@ -282,25 +311,40 @@ class LocalEngine:
                 f"engine {self.name!r} is {'closed' if self._closed else 'not started'}", fix="call start() first"
             )
 
-    def _expire(self, batch: _Batch) -> None:
+    def _watch(self, loop: asyncio.AbstractEventLoop, batch: _Batch, began: float, due: float) -> None:
+        batch.timer = loop.call_at(began + due, self._expire, loop, batch, began, due)
+
+    def _expire(self, loop: asyncio.AbstractEventLoop, batch: _Batch, began: float, due: float) -> None:
+        """Answer those whose deadline is `due`; the others keep theirs."""
         if batch.future.done():
             return
         held = " (it is paused or loading weights)" if self._paused or self.loading else ""
+        late = set()
         for index, request in enumerate(batch.requests):
-            if batch.results[index] is None:
+            if batch.results[index] is None and _seconds(request) <= due:
+                late.add(index)
                 batch.results[index] = DeadlineError(
                     f"request {request.id!r} took over {request.deadline_s} s on engine {self.name!r}{held}",
                     fix="raise the deadline, or look at what keeps the engine",
                 )
-        batch.future.set_result(None)
-        self._forget(batch)
+        if any(result is None for result in batch.results):
+            self._watch(loop, batch, began, batch.due())
+        else:
+            batch.future.set_result(None)
+        self._forget(lambda job: job.batch is batch and job.index in late)
 
-    def _forget(self, batch: _Batch) -> None:
+    def _ending(self, chosen: Callable[[Job], bool]) -> Callable[[], None]:
+        """The command that ends the requests that `chosen` picks, also those that wait outside."""
+        self._arrived.append([job for job in self._parked if chosen(job)])
+        self._parked = [job for job in self._parked if not chosen(job)]
+        return lambda: self.lanes.abort(chosen)
+
+    def _forget(self, chosen: Callable[[Job], bool]) -> None:
         """Nobody waits for these any more: free their slots."""
-        self._parked = [job for job in self._parked if job.batch is not batch]
+        ending = self._ending(chosen)
         self._let_in()
         loop = asyncio.get_running_loop()
-        self._commands.append((lambda: self.lanes.abort(lambda job: job.batch is batch), loop.create_future()))
+        self._commands.append((ending, loop.create_future()))
         self._kick(loop)
 
     def _kick(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -388,8 +432,8 @@ class LocalEngine:
 
     def _enter(self, job: Job) -> None:
         request, alike = job.request, job.batch.alike
-        key = request.policy, request.want, id(request.prompt), id(request.sampling)
         try:
+            key = request.policy, request.want, id(request.prompt), id(request.sampling)
             if key not in alike:
                 alike[key] = self._checked(request)
             if request.resume is not None:
@@ -418,6 +462,12 @@ class LocalEngine:
         batch.left -= 1
         if not batch.left:
             self._answered.append(batch.future)
+
+
+def _seconds(request: Request) -> float:
+    """Its deadline. One that is no number never comes, and the worker refuses the request."""
+    given = request.deadline_s
+    return given if isinstance(given, Real) and given <= _EVER_S else _EVER_S  # type: ignore[return-value]
 
 
 def _wake(waiting: Sequence[asyncio.Future[None]]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ Array = np.ndarray[Any, Any]
 
 _NO_TOKENS: Array = np.zeros(0, np.int32)
 _NO_LOGPROBS: Array = np.zeros(0, np.float32)
+_SEED_BITS = 2**64 - 1
 
 
 class Job:
@@ -33,6 +36,7 @@ class Job:
         "prompt",
         "request",
         "scored",
+        "seed",
         "tail",
         "tokens",
     )
@@ -42,8 +46,11 @@ class Job:
         self.request, self.batch, self.index = request, batch, index
 
     def open(self, prompt: Array, max_length: int) -> None:
-        """Get ready to be sampled: `prompt` int64 [n] is the request's."""
+        """Get ready to be sampled: `prompt` int64 [n] is the request's. Raises for a request that cannot be read."""
         request, resume = self.request, self.request.resume
+        if math.isnan(request.deadline_s):
+            raise ValueError("its deadline is no number")
+        self.seed = operator.index(request.seed) & _SEED_BITS
         self.prompt = prompt
         self.asks, _ = asked(request.want)  # about the prompt: how many likeliest tokens; `None`: nothing
         self.scored: Scores | None = None

@@ -131,6 +131,11 @@ class Lanes:
         lane, new = self.by_policy.get(policy, self.first), policy not in self.versions
         if lane is self.base:
             assert lane.adapters is not None
+            if policy not in self.by_policy:
+                raise WeightError(
+                    f"no tensor of policy {policy!r} has come, and it has none here yet",
+                    fix="send a policy's whole stream once, before a version without tensors",
+                )
             if lane.adapters.incoming or new:
                 lane.adapters.activate(policy)
             return False

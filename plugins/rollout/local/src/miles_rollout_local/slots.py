@@ -25,7 +25,6 @@ from miles_rollout_local.scoring import score
 Array = np.ndarray[Any, Any]
 _FIELDS = "temperature top_k top_p seed draw count limit length last tail adapter".split()
 _PATIENCE_STEPS = 4
-_SEED_BITS = 2**64 - 1
 
 
 class Forward(Protocol):
@@ -309,7 +308,7 @@ class Slots:
             "temperature": [s.temperature for s in sampling],
             "top_k": [s.top_k for s in sampling],
             "top_p": [s.top_p for s in sampling],
-            "seed": [job.request.seed & _SEED_BITS for job in jobs],
+            "seed": [job.seed for job in jobs],
             "draw": [job.offset for job in jobs],
             "count": [len(job.tokens) for job in jobs],
             "limit": [job.limit for job in jobs],

@@ -18,10 +18,8 @@ from miles_core.records import Finish, Origin, Rows, Sampling, Span, Trajectory,
 if TYPE_CHECKING:
     from miles_core.records import Array
 
-_PLAIN = ("tokens", "logprobs")
 _WHOLE = (Finish.STOP, Finish.LENGTH)
 _INT32 = np.dtype(np.int32)
-_SAMPLED = np.uint8(Origin.SAMPLED)
 
 
 def plain_trajectories(
@@ -32,14 +30,14 @@ def plain_trajectories(
     They are valid (`columns.validate`), and share their columns (`records.Rows`). `None` where an answer is no
     `Completion`, was cut short by an error or an abort, has columns beside `tokens` and `logprobs`, or is not valid.
     """
-    start = len(prompt)
-    parts: list[Array] = []
-    given: list[Array] = []
+    start, unknown = len(prompt), np.zeros(len(prompt), np.float32)
+    tokens_of: list[Array] = []
+    logprobs_of: list[Array] = []
     counts: list[int] = []
     for answer in answers:
-        if not isinstance(answer, Completion) or answer.finish not in _WHOLE or len(answer.columns) != len(_PLAIN):
+        if not isinstance(answer, Completion) or answer.finish not in _WHOLE or len(answer.columns) != 2:
             return None
-        tokens, likely = map(answer.columns.get, _PLAIN)
+        tokens, likely = answer.columns.get("tokens"), answer.columns.get("logprobs")
         if not (isinstance(tokens, np.ndarray) and tokens.dtype == _INT32 and isinstance(likely, np.ndarray)):
             return None
         count = 0
@@ -49,20 +47,21 @@ def plain_trajectories(
             count = span.end
         if not tokens.shape == likely.shape == (count,):
             return None
-        parts += prompt, tokens
-        given.append(likely)
+        tokens_of += prompt, tokens
+        logprobs_of += unknown, likely
         counts += start, count
-    sampled = np.array([False, True] * len(answers)).repeat(counts)
-    logprobs = np.concatenate(given)
+    logprobs = np.concatenate(logprobs_of, dtype=np.float32, casting="same_kind")
     if not plausible(logprobs):
         return None
+    origin = np.zeros(2 * len(answers), np.uint8)
+    origin[1::2] = Origin.SAMPLED  # the others are `Origin.PROMPT`, 0
+    origin = origin.repeat(counts)
     columns: Mapping[str, Array] = {
-        "tokens": np.concatenate(parts),
-        "origin": sampled * _SAMPLED,  # the others are `Origin.PROMPT`, 0
-        "trainable": sampled,
-        "behaviour_logprobs": np.zeros(len(sampled), np.float32),
+        "tokens": np.concatenate(tokens_of),
+        "origin": origin,
+        "trainable": origin.astype(bool),
+        "behaviour_logprobs": logprobs,
     }
-    columns["behaviour_logprobs"][sampled] = logprobs
     spans: dict[tuple[int, ...], tuple[Span, ...]] = {}  # answers of a group share most of theirs; versions by identity
     found, at = [], 0
     for episode, answer, count in zip(episodes, answers, counts[1::2], strict=True):

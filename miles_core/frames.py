@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -54,9 +54,10 @@ def encode_group(group: Group, *, omit: frozenset[str] = frozenset()) -> tuple[H
         components = {k: _number(v) for k, v in e.components.items()} if e.components else {}
         row = [e.id, e.member, reward, components, dict(e.info), e.status, e.error, e.preference, len(e.trajectories)]
         episodes.append(row)
-    last: Any = samplings  # of no trajectory: most of a group share one object, and hashing it takes a while
+    last = same = cast("Any", samplings)  # of no trajectory: most of a group share these objects; to hash them is slow
     for t in trajectories:
-        spans = [[s.start, s.end, versions.setdefault(s.version, len(versions))] for s in t.spans]
+        if t.spans is not same:
+            same, spans = t.spans, [[s.start, s.end, versions.setdefault(s.version, len(versions))] for s in t.spans]
         if t.sampling is not last:
             last, sampling = t.sampling, samplings.setdefault(t.sampling, len(samplings))
         rows.append([t.id, t.length, t.finish, sampling, t.engine, t.axis, spans])

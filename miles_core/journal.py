@@ -99,13 +99,12 @@ class Journal:
         payload = b"".join((_HEADER_LENGTH.pack(len(text)), text, *blocks))
         prefix = _PREFIX.pack(len(payload), xxhash.xxh3_64_intdigest(payload, seed=len(payload)))
         at = self._segment, self._offset
-        with self._guarded("written"):
-            try:
-                self._files.write(self._fd, (prefix, payload))
-            except OSError:
-                with suppress(OSError):  # a torn frame that stays is cut off by whoever opens the journal next
-                    self._files.truncate(self._path(), self._offset)
-                raise
+        try:
+            self._files.write(self._fd, (prefix, payload))
+        except OSError as error:
+            with suppress(OSError):  # a torn frame that stays is cut off by whoever opens the journal next
+                self._files.truncate(self._path(), self._offset)
+            raise self._ended("written", error) from error
         self._offset += len(prefix) + len(payload)
         if self._offset >= self._segment_bytes:
             self._next_segment()
@@ -138,19 +137,22 @@ class Journal:
 
     @contextmanager
     def _guarded(self, what: str) -> Iterator[None]:
-        """A disk that fails in here ends the writing: the file is closed, and later records are refused."""
         try:
             yield
         except OSError as error:
-            self.broken = f"it could not be {what}: {error}"
-            if self._fd is not None:
-                with suppress(OSError):
-                    self._files.close(self._fd)
-                self._fd = None
-            raise JournalError(
-                f"the journal {self.folder} could not be {what}: {error}",
-                fix="free space or repair the file system there, then go on with `miles run --resume`",
-            ) from error
+            raise self._ended(what, error) from error
+
+    def _ended(self, what: str, error: OSError) -> JournalError:
+        """A disk that failed ends the writing: the file is closed, and later records are refused."""
+        self.broken = f"it could not be {what}: {error}"
+        if self._fd is not None:
+            with suppress(OSError):
+                self._files.close(self._fd)
+            self._fd = None
+        return JournalError(
+            f"the journal {self.folder} could not be {what}: {error}",
+            fix="free space or repair the file system there, then go on with `miles run --resume`",
+        )
 
 
 def segments_of(folder: Path) -> list[Path]:

@@ -12,7 +12,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -190,8 +190,7 @@ class Pool:
         Members that can are asked for all of theirs at once; what does not end there goes on alone."""
         deadline = asyncio.get_running_loop().time() + min(request.deadline_s for request in requests)
         names = [n for n in self._candidates(requests[0].policy) if hasattr(self._members[n].engine, "generate_many")]
-        names.sort(key=lambda name: self._members[name].load)
-        names = names[: len(requests)]
+        names = sorted(names, key=lambda name: self._members[name].load)[: len(requests)]
         parts: dict[str, list[Completion]] = {}
         asked = [self._many(name, requests[i :: len(names)], parts) for i, name in enumerate(names)]
         found: list[Completion | Exception | None] = [None] * len(requests)
@@ -216,8 +215,7 @@ class Pool:
         self, name: str, requests: Sequence[Request], parts: dict[str, list[Completion]]
     ) -> list[Completion | Exception | None]:
         """One member's answers; `None` for a request that did not end there, with any of its tokens in `parts`."""
-        member, task = self._members[name], asyncio.current_task()
-        assert task is not None
+        member, task = self._members[name], _current()
         found: list[Completion | Exception | None] = [None] * len(requests)
         call, ids = _Call(task, name), [request.id for request in requests]
         self._calls |= dict.fromkeys(ids, call)
@@ -238,14 +236,14 @@ class Pool:
             raise EngineError(
                 f"engine {name!r} gave {len(results)} answers to {len(ids)} requests", fix="give one to each"
             )
-        for i, (request_id, result) in enumerate(zip(ids, results, strict=True)):
-            if isinstance(result, DeadlineError):
-                found[i] = result
-            elif isinstance(result, Completion):
-                if result.finish != Finish.ABORT or request_id in call.aborted:
+        for i, result in enumerate(results):
+            if isinstance(result, Completion):
+                if result.finish != Finish.ABORT or ids[i] in call.aborted:
                     found[i] = self._named(result)
                 elif _count(result):
-                    parts[request_id] = [self._named(result)]
+                    parts[ids[i]] = [self._named(result)]
+            elif isinstance(result, DeadlineError):
+                found[i] = result
         return found
 
     async def generate(
@@ -261,11 +259,9 @@ class Pool:
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + request.deadline_s if deadline is None else deadline
-        task = asyncio.current_task()
-        assert task is not None
         parts = list(parts)
         failures: list[str] = []
-        call = self._calls[request.id] = _Call(task)
+        call = self._calls[request.id] = _Call(_current())
         try:
             while True:
                 name = self._pick(request)
@@ -390,6 +386,10 @@ def _rest(request: Request, parts: Sequence[Completion], left_s: float) -> Reque
     before = [] if request.resume is None else [request.resume]
     tokens = np.concatenate([*before, *(np.asarray(part.columns["tokens"]) for part in parts)]).astype(np.int32)
     return replace(request, resume=tokens, deadline_s=max(left_s, 0.001))
+
+
+def _current() -> asyncio.Task[Any]:
+    return cast("asyncio.Task[Any]", asyncio.current_task())
 
 
 def _count(completion: Completion) -> int:

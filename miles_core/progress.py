@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from miles_core.contracts.launcher import Tracker
-from miles_core.errors import MilesError, TrackerError, clause
+from miles_core.errors import TrackerError, blamed
 from miles_core.records import Finish, Group, Metric, Origin, Status, Trajectory
 
 
@@ -96,10 +96,6 @@ class Reports:
 
     def _tell(self, method: str, *args: Any) -> None:
         for tracker in self.trackers:
-            try:
+            what = f"tracker {type(tracker).__name__} failed"
+            with blamed(what, TrackerError, "mend or leave it out, then use --resume"):
                 getattr(tracker, method)(*args)
-            except MilesError:
-                raise
-            except Exception as error:  # `blamed` says it shorter, and takes longer than most events do
-                what = f"tracker {type(tracker).__name__} failed: {clause(error)}"
-                raise TrackerError(what, fix="mend or leave it out, then use --resume") from error

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Real
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import numpy as np
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from miles_core.records import Array, Task
 
 
+_FINISH = attrgetter("finish")
 _OK, _TRUNCATED, _CUT = Status.OK, Status.TRUNCATED, Finish.LENGTH  # CPython 3.11 calls a function for each look-up
 
 
@@ -169,10 +171,12 @@ class Sampler:
                 return await self._together(shared, group_size)
             ask = functools.partial(self._ask, shared)
             shared.tasks = [asyncio.ensure_future(self._episode(shared, m, ask)) for m in range(group_size)]
-            return tuple(await asyncio.gather(*shared.tasks))
+            try:
+                return tuple(await asyncio.gather(*shared.tasks))
+            finally:
+                await cancel(shared.tasks)
         finally:
             timer.cancel()
-            await cancel(task for task in shared.tasks if task is not asyncio.current_task())
             del self._running[lease.id]
 
     async def _together(self, shared: _Shared, group_size: int) -> tuple[Episode, ...]:
@@ -404,7 +408,7 @@ def _finished(shared: _Shared, member: int, trajectories: tuple[Trajectory, ...]
             if value is not None and not math.isfinite(value):
                 ids = ", ".join(t.id for t in trajectories) or "none"
                 return _failed(shared, member, f"{key} is {value}, trajectories {ids}")
-    cut = _CUT in [trajectory.finish for trajectory in trajectories]
+    cut = _CUT in map(_FINISH, trajectories)
     return Episode(
         id=name,
         member=member,

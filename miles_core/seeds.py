@@ -11,29 +11,32 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import orjson
+
 if TYPE_CHECKING:
     import numpy as np
 
 
-_canonical = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode  # `dumps` builds one every time
+def _canonical(*parts: int | str) -> bytes:
+    try:
+        return orjson.dumps(parts)
+    except TypeError:  # a whole number of more than 64 bits
+        return json.dumps(parts, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def _seed(text: bytes) -> int:
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big")
 
 
 def derive(run_seed: int, policy: str, stream: str, *path: int | str) -> int:
     """A 64-bit unsigned seed for `stream`, e.g. `derive(7, "main", "sample", task_id, attempt, member, turn)`."""
-    text = _canonical([run_seed, policy, stream, *path])
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+    return _seed(_canonical(run_seed, policy, stream, *path))
 
 
 def family(run_seed: int, policy: str, stream: str, *path: int | str) -> Callable[..., int]:
     """`family(a, b, …)(y, z)` is `derive(a, b, …, y, z)` for whole numbers y, z, …, for many seeds that begin alike."""
-    begun = hashlib.sha256((_canonical([run_seed, policy, stream, *path])[:-1] + ",").encode())
-
-    def seed(*rest: int) -> int:
-        whole = begun.copy()
-        whole.update((",".join(map(str, rest)) + "]").encode())  # what JSON makes of whole numbers
-        return int.from_bytes(whole.digest()[:8], "big")
-
-    return seed
+    begun = _canonical(run_seed, policy, stream, *path)[:-1]
+    return lambda *rest: _seed(begun + (b",%d" * len(rest) + b"]") % rest)  # what JSON makes of whole numbers
 
 
 def generator(run_seed: int, policy: str, stream: str, *path: int | str) -> np.random.Generator:

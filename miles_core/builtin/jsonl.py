@@ -134,7 +134,7 @@ class JsonlTracker:
 
 
 def _head(kind: str, step: int | None) -> dict[str, Any]:
-    return {"v": FORMAT, "t": round(time.time(), 6), "type": kind, "step": step}
+    return {"v": FORMAT, "t": time.time_ns() // 1000 / 1e6, "type": kind, "step": step}
 
 
 def _number(value: float) -> float | int | None:

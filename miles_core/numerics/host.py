@@ -9,7 +9,7 @@ the advantage NaN.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -41,9 +41,10 @@ __all__ = [
 Estimator = Literal["k1", "k2", "k3", "low_var"]
 
 
-def all_equal(values: Array) -> bool:
+def all_equal(values: Array | Sequence[float]) -> bool:
     """max − min ≤ 1e-6 · max(1, max|R|): a group without a signal."""
-    return bool(len(values) == 0 or np.ptp(values) <= 1e-6 * max(1.0, float(np.abs(values).max())))
+    high, low = max(values, default=0.0), min(values, default=0.0)
+    return high - low <= 1e-6 * max(1.0, high, -low)
 
 
 def group_advantages(
@@ -55,9 +56,9 @@ def group_advantages(
     0. That is a rule of this advantage alone: the others here know only rewards that are the very same number.
     """
 
-    def formula(values: Array) -> Array:
+    def formula(values: list[float]) -> list[float]:
         if all_equal(values):
-            return np.zeros(len(values))
+            return [0.0] * len(values)
         return _scaled(values, ddof, eps) if scale == "std" else _centred(values)
 
     return _by_group(reward, group_of, formula)
@@ -71,9 +72,9 @@ def centred_advantages(reward: Array, group_of: Array) -> Array:
 def leave_one_out_advantages(reward: Array, group_of: Array) -> Array:
     """R_i − mean of the others in its group: float64 [episodes]; a group of one gives 0."""
 
-    def formula(values: Array) -> Array:
-        n = len(values)
-        return _centred(values) * (n / max(n - 1, 1))  # R_i − (S − R_i) / (n − 1) = (R_i − mean) · n / (n − 1)
+    def formula(values: list[float]) -> list[float]:
+        rest = len(values) / max(len(values) - 1, 1)  # R_i − (S − R_i) / (n − 1) = (R_i − mean) · n / (n − 1)
+        return [value * rest for value in _centred(values)]
 
     return _by_group(reward, group_of, formula)
 
@@ -205,25 +206,35 @@ def kl(d: Array, estimator: Estimator) -> Array:
     return value
 
 
-def _by_group(reward: Array, group_of: Array, formula: Callable[[Array], Array]) -> Array:
-    """`formula` of each group's rewards, float64 [episodes]; NaN for episodes without a reward."""
-    advantage = np.full(len(reward), np.nan)
-    rewarded = ~np.isnan(reward)
-    for g in dict.fromkeys(group_of[rewarded].tolist()):
-        members = np.flatnonzero((group_of == g) & rewarded)
-        advantage[members] = formula(reward[members].astype(np.float64))
-    return advantage
+def _by_group(reward: Array, group_of: Array, formula: Callable[[list[float]], list[float]]) -> Array:
+    """`formula` of each group's rewards, float64 [episodes]; NaN for episodes without a reward. A group's rewards are
+    so few that Python's numbers cost less than arrays do."""
+    values: list[float] = reward.astype(np.float64).tolist()
+    members: dict[int, list[int]] = {}
+    for i, (g, value) in enumerate(zip(group_of.tolist(), values, strict=True)):
+        if not math.isnan(value):
+            members.setdefault(g, []).append(i)
+    advantage = [math.nan] * len(values)
+    for of_group in members.values():
+        for i, value in zip(of_group, formula([values[i] for i in of_group]), strict=True):
+            advantage[i] = value
+    return np.array(advantage, np.float64)
 
 
-def _centred(values: Array) -> Array:
+def _centred(values: list[float]) -> list[float]:
     """x − mean, taken from differences to the smallest: the mean of numbers far from 0 would be rounded more than they
     differ, and the same number n times must give exactly 0."""
-    above: Array = values - values.min()
-    return above - math.fsum(above) / len(above)
+    low = min(values)
+    above = [value - low for value in values]
+    mean = math.fsum(above) / len(above)
+    return [value - mean for value in above]
 
 
-def _scaled(values: Array, ddof: int, eps: float) -> Array:
+def _scaled(values: list[float], ddof: int, eps: float) -> list[float]:
     """(x − mean) / (std + eps); 0 where nothing differs, so also for one value."""
     centred = _centred(values)
-    square = math.fsum(centred**2)
-    return centred if square == 0 else centred / (math.sqrt(square / (len(values) - ddof)) + eps)
+    square = math.fsum([value * value for value in centred])
+    if square == 0:
+        return centred
+    scale = math.sqrt(square / (len(values) - ddof)) + eps
+    return [value / scale for value in centred]

@@ -4,6 +4,8 @@ import hashlib
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from miles_core.seeds import derive, family, generator
 
@@ -19,6 +21,12 @@ VECTORS = {
 def test_a_seed_is_sha256_over_canonical_json(path):
     text = json.dumps(list(path), separators=(",", ":"), ensure_ascii=False).encode()
     assert derive(*path) == VECTORS[path] == int.from_bytes(hashlib.sha256(text).digest()[:8], "big")
+
+
+@given(st.lists(st.integers() | st.text(st.characters(exclude_categories=["Cs"]))))
+def test_every_path_is_canonical_json(path):
+    text = json.dumps([7, "main", "x", *path], separators=(",", ":"), ensure_ascii=False).encode()
+    assert derive(7, "main", "x", *path) == int.from_bytes(hashlib.sha256(text).digest()[:8], "big")
 
 
 def test_streams_differ_in_every_part_and_by_type():

@@ -19,20 +19,29 @@ def check_history(
 ) -> list[str]:
     """Prove the accounting of a whole journal: every sentence returned is a broken promise.
 
-    Held: every lease ends at most once (and exactly once where the run `finished`); what was trained was finished
-    before, and no group twice; batches hold `groups_per_step` groups, their own slots under `order: slot`; steps follow
-    one another; no trained token is older than `max_staleness`.
+    Held: every lease ends at most once (exactly once where the run `finished`, or went on on another lineage) and is
+    finished at most once; what was trained was finished before, and no group twice; batches hold `groups_per_step`
+    groups, their own slots under `order: slot`; steps follow one another; no trained token is older than
+    `max_staleness`.
     """
     history = History()
     found: list[str] = []
     for frame in frames:
-        due = dict(history.steps)
+        due, header = dict(history.steps), frame.header
+        if frame.kind == "group":
+            entry = history.entries.get(header["lease"])
+            if entry and entry.group_at and not entry.end:
+                found.append(f"lease {header['lease']} was finished twice")
+        elif frame.kind == "lineage":
+            settled, where = {*header["kept"], *header["dropped"], *header["returned"]}, f"lineage {header['lineage']}"
+            lost = [lease for lease, entry in history.entries.items() if not entry.end and lease not in settled]
+            found += [f"lease {lease} has no end, and {where} went on without it" for lease in lost]
         history.apply(frame)
         if frame.kind == "trained":
-            policy, step = frame.header["policy"], frame.header["step"]
+            policy, step = header["policy"], header["step"]
             if step != due.get(policy, 0):
                 found.append(f"step {step} of policy {policy} was trained where step {due.get(policy, 0)} was due")
-            found += _check_batch(frame.header, history, schedules[policy])
+            found += _check_batch(header, history, schedules[policy])
     found += history.problems
     seen: dict[tuple[str, str], str] = {}
     for lease, entry in history.entries.items():
@@ -41,9 +50,8 @@ def check_history(
                 found.append(f"lease {lease} has no end, and the run finished")
         elif entry.end[0] == "trained":
             key = (entry.lease["policy"], f"{entry.lease['task']}#{entry.lease['attempt']}")
-            if key in seen:
-                found.append(f"group {key[1]} of policy {key[0]} was trained twice: leases {seen[key]} and {lease}")
-            seen[key] = lease
+            if (other := seen.setdefault(key, lease)) != lease:
+                found.append(f"group {key[1]} of policy {key[0]} was trained twice: leases {other} and {lease}")
     return found
 
 
@@ -133,16 +141,11 @@ def check_positions(
     return found
 
 
-def check_metrics(frames: Iterable[Frame], lines: Iterable[Mapping[str, Any]]) -> list[str]:
+def check_metrics(frames: Sequence[Frame], lines: Iterable[Mapping[str, Any]]) -> list[str]:
     """`metrics.jsonl` knows no step that the journal does not: of the newest lineage, for where a machine died, what
     older ones wrote and did not sync may be lost. A step is journalled before it is reported."""
-    known: set[tuple[str, int, int]] = set()
-    newest = 0
-    for frame in frames:
-        if frame.kind == "trained":
-            known.add((frame.header["policy"], frame.header["lineage"], frame.header["step"]))
-        elif frame.kind == "lineage":
-            newest = max(newest, frame.header["lineage"])
+    known = {tuple(f.header[key] for key in ("policy", "lineage", "step")) for f in frames if f.kind == "trained"}
+    newest = max((frame.header["lineage"] for frame in frames if frame.kind == "lineage"), default=0)
     unknown: dict[tuple[str, int], list[int]] = {}
     for line in lines:
         told = (line["policy"], line["lineage"], line["step"]) if line.get("type") == "train" else None

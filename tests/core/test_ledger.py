@@ -327,6 +327,8 @@ def end(n, what, why="x"):
 
 
 GOOD = (lease_frame(0), lease_frame(1), group_frame(0), group_frame(1), trained(0, 0, 1, oldest=0))
+RESUMED = {"lineage": 1, "cut": [0, 0], "steps": {}, "kept": [], "dropped": [], "returned": []}
+AGAIN = (lease_frame(3, 0), lease_frame(4, 1), group_frame(3), group_frame(4), trained(0, 3, 4, lineage=1))
 
 
 @pytest.mark.parametrize(
@@ -374,9 +376,15 @@ GOOD = (lease_frame(0), lease_frame(1), group_frame(0), group_frame(1), trained(
         (
             (
                 *GOOD,
-                ("lineage", {"lineage": 1, "cut": [0, 5], "steps": {"main": 1}, "kept": ["l9"], "dropped": []}),
+                ("lineage", {**RESUMED, "cut": [0, 5], "steps": {"main": 1}, "kept": ["l9"]}),
             ),
             ["lineage 1 builds on lease l9, which is not in the history"],
+        ),
+        ((*GOOD[:4], group_frame(0), GOOD[4]), ["lease l0 was finished twice"]),
+        ((*GOOD[:2], lease_frame(2), ("lineage", {**RESUMED, "returned": ["l0", "l1", "l2"]}), *AGAIN), []),
+        (
+            (*GOOD[:2], lease_frame(2), ("lineage", {**RESUMED, "returned": ["l0", "l1"]}), *AGAIN),
+            ["lease l2 has no end, and lineage 1 went on without it"],
         ),
     ],
 )

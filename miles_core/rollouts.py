@@ -17,7 +17,7 @@ import numpy as np
 
 from miles_core.errors import TrackerError, blamed
 from miles_core.jsontext import readable
-from miles_core.records import Array, Episode, Group, Message, Origin, Trajectory
+from miles_core.records import Episode, Group, Message, Origin, Trajectory
 from miles_core.waits import GO_ON
 
 GROUPS_A_STEP = 4
@@ -74,7 +74,7 @@ def _line(group: Group, episode: Episode, text: Callable[[Any], str], learnt: Ma
         "error": episode.error,
         "finish": [t.finish.value for t in episode.trajectories],
         "tokens": [t.length for t in episode.trajectories],
-        "written": [int(np.count_nonzero(written)) for written in own],
+        "written": [sum(written) for written in own],
         "versions": sorted({str(s.version) for t in episode.trajectories for s in t.spans}),
     }
 
@@ -83,18 +83,17 @@ def _chat(messages: tuple[Message, ...]) -> str:
     return "\n".join(f"{m.role}: {m.content}" for m in messages)
 
 
-def _turns(trajectory: Trajectory, written: Array, text: Callable[[Any], str]) -> list[str]:
+def _turns(trajectory: Trajectory, written: Sequence[bool], text: Callable[[Any], str]) -> list[str]:
     """What the model (or the demonstration) wrote, one string a contiguous turn."""
     tokens = np.asarray(trajectory.columns["tokens"]).tolist()
-    turns = itertools.groupby(zip(written.tolist(), tokens, strict=True), key=operator.itemgetter(0))
+    turns = itertools.groupby(zip(written, tokens, strict=True), key=operator.itemgetter(0))
     return [text([token for _, token in turn]) for own, turn in turns if own]
 
 
-def _own(trajectory: Trajectory) -> Array:
-    """bool [length]: what the model, or the demonstration, wrote."""
-    origin = np.asarray(trajectory.columns["origin"])
-    own: Array = (origin == Origin.SAMPLED) | (origin == Origin.DEMONSTRATION)
-    return own
+def _own(trajectory: Trajectory) -> list[bool]:
+    """[length]: what the model, or the demonstration, wrote."""
+    own = (Origin.SAMPLED, Origin.DEMONSTRATION)
+    return [origin in own for origin in np.asarray(trajectory.columns["origin"]).tolist()]
 
 
 def read_samples(folder: Path, side: str, step: int) -> Iterator[dict[str, Any]]:

@@ -12,12 +12,11 @@ import asyncio
 import functools
 import itertools
 import math
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 import numpy as np
 
@@ -47,8 +46,9 @@ if TYPE_CHECKING:
     from miles_core.contracts.environment import Environment, Scorer
     from miles_core.contracts.rendering import Renderer
     from miles_core.ledger import Lease
-    from miles_core.records import Array, Task
+    from miles_core.records import Array, Prompt, Task
 
+T = TypeVar("T")
 
 _FINISH = attrgetter("finish")
 _OK, _TRUNCATED, _CUT = Status.OK, Status.TRUNCATED, Finish.LENGTH  # CPython 3.11 calls a function for each look-up
@@ -84,12 +84,25 @@ class _Shared:
     sampling: Sampling
     deadline: float
     seed_of: Callable[[int, int], int]  # (member, turn)
-    root: Callable[[], Array]  # the prompt's ids
-    text: Callable[[tuple[int, ...]], str]  # of sampled ids: answers of a group are often the same
     context: Mapping[str, Any]  # what `EpisodeContext` has for all members
     requests: set[str] = field(default_factory=set)
     tasks: list[asyncio.Task[Episode]] = field(default_factory=list)
     ended: str = ""  # why its episodes were ended from outside
+    ids: Array | None = None
+    texts: dict[tuple[int, ...], str] = field(default_factory=dict)
+
+    def root(self) -> Array:
+        """The prompt's ids."""
+        if self.ids is None:
+            task, render = self.lease.task, self.policy.renderer.prompt
+            self.ids = np.asarray(_rendered(task, render, task.prompt), np.int32)
+        return self.ids
+
+    def text(self, sampled: tuple[int, ...]) -> str:
+        """Of sampled ids: answers of a group are often the same."""
+        if (text := self.texts.get(sampled)) is None:
+            text = self.texts[sampled] = self.policy.renderer.text(sampled)
+        return text
 
 
 class Sampler:
@@ -153,8 +166,6 @@ class Sampler:
             sampling=sampling,
             deadline=loop.time() + policy.deadline_s,
             seed_of=family(self._seed, policy.name, "sample", lease.task.id, lease.attempt),
-            root=functools.cache(lambda: _prompt_ids(policy, lease.task)),
-            text=functools.cache(policy.renderer.text),
             context={
                 "renderer": policy.renderer,
                 "sampling": sampling,
@@ -340,16 +351,10 @@ def _context(shared: _Shared, member: int, **answer: Any) -> EpisodeContext:
     return context
 
 
-def _prompt_ids(policy: SamplingPolicy, task: Task) -> Array:
-    with _rendering(task):
-        return np.asarray(policy.renderer.prompt(task.prompt), np.int32)
-
-
-@contextmanager
-def _rendering(task: Task) -> Iterator[None]:
+def _rendered(task: Task, render: Callable[..., T], *shown: Prompt) -> T:
     """What renderers refuse was to be found before the run; here it is a bad task met late."""
     try:
-        yield
+        return render(*shown)
     except InputError as error:
         raise LateDataError(f"task {task.id!r} cannot be shown to the model: {error.message}", fix=error.fix) from error
 
@@ -448,8 +453,7 @@ def demonstrations(policy: SamplingPolicy, task: Task, attempt: int, group_size:
     episodes = []
     for member, (answer, preference) in enumerate(chosen):
         name = episode_id(group, member)
-        with _rendering(task):
-            ids, shown = policy.renderer.demonstration(task.prompt, answer)
+        ids, shown = _rendered(task, policy.renderer.demonstration, task.prompt, answer)
         trainable = np.asarray(shown, bool)
         trajectory = Trajectory(
             id=trajectory_id(name, 0),

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles_core.columns import CORE_COLUMNS, ColumnSpec, Level, collate, validate
+from miles_core.columns import CORE_COLUMNS, ColumnSpec, Level, collate, plausible, validate
 from miles_core.errors import RecordError
 from miles_core.records import Episode, Finish, Group, Origin, Sampling, Span, Task, Trajectory, Version, spans_of
 
@@ -172,3 +172,9 @@ def test_sampling_parameters_become_trajectory_columns():
     episode = replace(one.episodes[0], trajectories=(sampled,))
     batch = collate("main", 0, [replace(one, episodes=(episode,))], CORE_COLUMNS)
     assert batch.columns["temperature"].tolist() == [0.5] and batch.columns["truncated"].tolist() == [True]
+
+
+@given(st.lists(st.sampled_from([0.0, -0.0, 5e-5, -3e38, -1.0, 2e-4, np.nan, np.inf, -np.inf]), max_size=4))
+def test_log_probabilities_are_finite_and_not_above_zero_wherever_one_stands(values):
+    wanted = all(np.isfinite(value) and value <= 1e-4 for value in values)
+    assert plausible(np.array(values, np.float32)) == wanted

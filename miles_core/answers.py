@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from miles_core.records import Array
 
 _WHOLE = (Finish.STOP, Finish.LENGTH)
-_INT32 = np.dtype(np.int32)
+_INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 
 
 def plain_trajectories(
@@ -37,27 +37,28 @@ def plain_trajectories(
     for answer in answers:
         if not isinstance(answer, Completion) or answer.finish not in _WHOLE or len(answer.columns) != 2:
             return None
-        tokens, likely = answer.columns.get("tokens"), answer.columns.get("logprobs")
-        if not (isinstance(tokens, np.ndarray) and tokens.dtype == _INT32 and isinstance(likely, np.ndarray)):
+        tokens: Any = answer.columns.get("tokens")
+        likely: Any = answer.columns.get("logprobs")
+        if getattr(tokens, "dtype", None) != _INT32 or getattr(likely, "dtype", None) != _FLOAT32:
             return None
         count = 0
         for span in answer.spans:
             if not count == span.start < span.end:
                 return None
             count = span.end
-        if not tokens.shape == likely.shape == (count,):
+        if not tokens.shape == likely.shape == (count,) or count > sampling.max_new_tokens:
             return None
         tokens_of += prompt, tokens
         logprobs_of += unknown, likely
         counts += start, count
-    logprobs = np.concatenate(logprobs_of, dtype=np.float32, casting="same_kind")
-    if not plausible(logprobs):
+    ids, logprobs = np.concatenate(tokens_of), np.concatenate(logprobs_of)
+    if min(ids.tolist(), default=0) < 0 or not plausible(logprobs):
         return None
     origin = np.zeros(2 * len(answers), np.uint8)
     origin[1::2] = Origin.SAMPLED  # the others are `Origin.PROMPT`, 0
     origin = origin.repeat(counts)
     columns: Mapping[str, Array] = {
-        "tokens": np.concatenate(tokens_of),
+        "tokens": ids,
         "origin": origin,
         "trainable": origin.astype(bool),
         "behaviour_logprobs": logprobs,

@@ -265,6 +265,12 @@ class EngineError(StoppedError):
     code = "MILES-E600"
 
 
+def bad_answer(engine: str, request: str, what: str) -> EngineError:
+    """An engine answered a request with what its contract does not allow."""
+    fix = "run `miles conformance rollout:NAME` against that engine"
+    return EngineError(f"engine {engine!r} answered request {request!r} with {what}", fix=fix)
+
+
 class BackendError(StoppedError):
     """A training backend failed or broke its contract."""
 

@@ -65,9 +65,7 @@ class Learner:
         self.policy = policy
         self.changed = False
         self._penalties = [spec.name for _, stage in stages.get("penalties", ()) for spec in stage.gives]
-        self.learnt: Callable[[str], Mapping[str, float]] = (
-            lambda episode: {}
-        )  # of the last step: `measures.by_episode`
+        self.learnt: Callable[[str], Mapping[str, float]] = lambda episode: {}  # `measures.by_episode` of the last step
         self._seed = run_seed
         self._keys = policy.algorithm.keys
         self._stages = stages

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from miles_core.contracts.engine import Completion, Health, PauseMode, Request
-from miles_core.errors import DeadlineError, EngineError, MilesError, QuorumError, clause
+from miles_core.errors import DeadlineError, EngineError, MilesError, QuorumError, bad_answer, clause
 from miles_core.records import Finish, Span, Version
 from miles_core.waits import GO_ON, cancel, finish_all
 from miles_core.weights import ServingGate
@@ -48,8 +48,8 @@ class _Member:
 class _Call:
     """One wait for a member: of a request, or of several that are answered together."""
 
-    task: asyncio.Task[Any]
     member: str = ""  # where it runs, empty while it waits for a member
+    task: asyncio.Task[Any] = field(default_factory=lambda: cast("asyncio.Task[Any]", asyncio.current_task()))
     aborted: set[str] = field(default_factory=set)  # request ids
     lost: bool = False  # its member was quarantined under it, and `task` cancelled to tell it so
 
@@ -215,15 +215,14 @@ class Pool:
         self, name: str, requests: Sequence[Request], parts: dict[str, list[Completion]]
     ) -> list[Completion | Exception | None]:
         """One member's answers; `None` for a request that did not end there, with any of its tokens in `parts`."""
-        member, task = self._members[name], _current()
+        member, call, ids = self._members[name], _Call(name), [request.id for request in requests]
         found: list[Completion | Exception | None] = [None] * len(requests)
-        call, ids = _Call(task, name), [request.id for request in requests]
         self._calls |= dict.fromkeys(ids, call)
         member.load += len(ids)
         try:
             results = await member.engine.generate_many(requests)  # type: ignore[attr-defined]
         except asyncio.CancelledError:
-            if not call.lost or task.uncancel():  # somebody else cancelled it too
+            if not call.lost or call.task.uncancel():  # somebody else cancelled it too
                 raise
             return found
         except Exception:
@@ -233,17 +232,16 @@ class Pool:
             for request_id in ids:
                 del self._calls[request_id]
         if len(results) != len(ids):
-            raise EngineError(
-                f"engine {name!r} gave {len(results)} answers to {len(ids)} requests", fix="give one to each"
-            )
+            raise bad_answer(name, ids[0], f"{len(results)} answers to {len(ids)} requests")
         for i, result in enumerate(results):
-            if isinstance(result, Completion):
-                if result.finish != Finish.ABORT or ids[i] in call.aborted:
-                    found[i] = self._named(result)
-                elif _count(result):
-                    parts[ids[i]] = [self._named(result)]
-            elif isinstance(result, DeadlineError):
+            if isinstance(result, DeadlineError):
                 found[i] = result
+            elif not isinstance(result, Exception):
+                done = self._named(_checked(name, requests[i], result))
+                if done.finish != Finish.ABORT or ids[i] in call.aborted:
+                    found[i] = done
+                elif _count(done):
+                    parts[ids[i]] = [done]
         return found
 
     async def generate(
@@ -259,9 +257,8 @@ class Pool:
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + request.deadline_s if deadline is None else deadline
-        parts = list(parts)
-        failures: list[str] = []
-        call = self._calls[request.id] = _Call(_current())
+        parts, failures = list(parts), list[str]()
+        call = self._calls[request.id] = _Call()
         try:
             while True:
                 name = self._pick(request)
@@ -346,28 +343,28 @@ class Pool:
         member.load += 1
         call.member = name
         try:
-            return await member.engine.generate(request)
+            return _checked(name, request, await member.engine.generate(request))
         except asyncio.CancelledError:
             if not call.lost or call.task.uncancel():
                 raise
             failures.append(f"{name}: {member.why}")
             return None
         except (EngineError, OSError) as error:
+            call.member, losses = "", self.losses  # this call noticed; quarantine, also by another, cancels the rest
             health = await self.health(name)
-            if health.ok and not isinstance(error, OSError):
+            lost = isinstance(error, OSError) or not health.ok
+            if not lost and losses == self.losses:  # else it may have been lost and come back meanwhile
                 raise
             failures.append(f"{name}: {clause(error)}")
-            call.member = ""  # this call noticed; quarantine cancels the others
-            self.quarantine(name, f"{clause(error)} ({health.detail or 'connection failed'})")
-            self.check_quorum()
+            if lost:
+                self.quarantine(name, f"{clause(error)} ({health.detail or 'connection failed'})")
+                self.check_quorum()
             return None
         except MilesError:
             raise
         except Exception as error:
-            raise EngineError(
-                f"engine {name!r} failed at request {request.id!r}: {clause(error)}",
-                fix=GO_ON,
-            ) from error
+            what = f"engine {name!r} failed at request {request.id!r}: {clause(error)}"
+            raise EngineError(what, fix=GO_ON) from error
         finally:
             member.load -= 1
             call.member, call.lost = "", False
@@ -379,6 +376,15 @@ class Pool:
         return replace(completion, spans=spans)
 
 
+def _checked(name: str, request: Request, answer: Any) -> Completion:
+    """The border to an engine: what it answered is an answer, and to that request. Its tokens are for others."""
+    whole = isinstance(answer, Completion) and isinstance(answer.finish, Finish) and "tokens" in (answer.columns or ())
+    if whole and answer.request == request.id:
+        return cast("Completion", answer)
+    what = f"the answer to {answer.request!r}" if whole else f"{answer!r:.200}, which is no completion"
+    raise bad_answer(name, request.id, what)
+
+
 def _rest(request: Request, parts: Sequence[Completion], left_s: float) -> Request:
     """The request that goes on after `parts`."""
     if not parts:
@@ -386,10 +392,6 @@ def _rest(request: Request, parts: Sequence[Completion], left_s: float) -> Reque
     before = [] if request.resume is None else [request.resume]
     tokens = np.concatenate([*before, *(np.asarray(part.columns["tokens"]) for part in parts)]).astype(np.int32)
     return replace(request, resume=tokens, deadline_s=max(left_s, 0.001))
-
-
-def _current() -> asyncio.Task[Any]:
-    return cast("asyncio.Task[Any]", asyncio.current_task())
 
 
 def _count(completion: Completion) -> int:
@@ -419,8 +421,7 @@ def _joined(request: Request, parts: Sequence[Completion]) -> Completion:
         name: np.concatenate([np.asarray(part.columns[name]) for part in parts if name in part.columns])
         for name in names
     }
-    last = parts[-1]
-    finish = last.finish
+    finish = parts[-1].finish
     if finish == Finish.ABORT and start >= request.sampling.max_new_tokens:
         finish = Finish.LENGTH
     engine = next((part.engine for part in reversed(parts) if part.engine), "")

@@ -325,10 +325,8 @@ class Sampler:
 
     def _extra(self, shared: _Shared, request: Request, completion: Completion) -> Mapping[str, Any]:
         """What a completion has beside the columns that every engine gives."""
-        extra: dict[str, Any] = {}
-        if len(completion.columns) > 2:  # what an engine gave under a declared name is kept as it is
-            columns, declared = completion.columns, shared.policy.columns
-            extra = {k: v for k, v in columns.items() if k not in STANDARD_COLUMNS and k in declared}
+        columns, declared = completion.columns, shared.policy.columns  # what has a declared name is kept as it is
+        extra = {k: v for k, v in columns.items() if k not in STANDARD_COLUMNS and k in declared}
         for collect in self._collects:
             extra |= collect(completion.columns, request)
         return extra

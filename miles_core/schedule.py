@@ -213,8 +213,7 @@ class Loop:
             return
         self.ledger.finish(lease, kept)
         rewards = [e.reward for e in kept.episodes if e.reward is not None]
-        groups = side.schedule.groups_per_step
-        step = side.next_step()
+        groups, step = side.schedule.groups_per_step, side.next_step()
         waiting = self.ledger.waiting(side.name)
         own = [o for o in waiting if side.schedule.order == "ready" or o.lease.slot // groups == step]
         self._reports.event(
@@ -365,11 +364,10 @@ class Loop:
     async def _save(self, best: bool) -> None:
         if self.checkpoint is None:
             return
-        saving = self.checkpoint.save(self._round, self.ledger.snapshot(), best=best)
-        folder = await self._within(saving, f"the checkpoint of step {self._round}")
+        saved = f"the checkpoint of step {self._round}"
+        folder = await self._within(self.checkpoint.save(self._round, self.ledger.snapshot(), best=best), saved)
         self._saved = self._round
         self._reports.event("checkpoint", step=self._round, best=best, folder=str(folder))
-        saved = f"the checkpoint of step {self._round}"
         self._observed(saved, "miles_on_checkpoint", step=self._round, folder=folder)
 
     def _observed(self, what: str, hook: str, **fields: Any) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -18,7 +19,7 @@ import numpy as np
 from miles_core.columns import Align, ColumnSpec, Level, validate
 from miles_core.contracts.engine import Completion, Request
 from miles_core.contracts.environment import Turn
-from miles_core.errors import DeadlineError, EngineError, RecordError
+from miles_core.errors import DeadlineError, RecordError, bad_answer
 from miles_core.records import Finish, Message, Origin, Sampling, Span, Trajectory, trajectory_id
 
 if TYPE_CHECKING:
@@ -166,12 +167,12 @@ class Session:
             raise EpisodeFailedError(f"engine {completion.engine!r} ended request {completion.request!r}: {detail}")
         if completion.finish == Finish.ABORT:
             raise EpisodeFailedError("aborted")
-        tokens = np.asarray(completion.columns["tokens"], np.int32)
-        _check(completion, len(tokens), self.want)
+        tokens = np.asarray(completion.columns["tokens"])
+        _check(completion, tokens, shape.max_new_tokens, self.want)
         above = None if parent == -1 else self._nodes[parent]
         if above is not None:
             above.children += 1
-        node = _Node(above, before, completion, tokens, shape, extra)
+        node = _Node(above, before, completion, tokens.astype(np.int32), shape, extra)
         self._nodes.append(node)
         return node
 
@@ -265,22 +266,21 @@ class EpisodeFailedError(Exception):
     """An episode that cannot be finished, through no fault of the environment; its text is the reason."""
 
 
-def _check(completion: Completion, n: int, want: frozenset[str]) -> None:
+def _check(completion: Completion, tokens: Array, limit: int, want: frozenset[str]) -> None:
     """An engine's answer at the border: `EngineError` names engine and request."""
-
-    def broken(what: str) -> EngineError:
-        return EngineError(
-            f"engine {completion.engine!r} answered request {completion.request!r} with {what}",
-            fix="run `miles conformance rollout:NAME` against that engine",
-        )
-
+    broken = partial(bad_answer, completion.engine, completion.request)
+    n = len(tokens)
+    if n > limit:
+        raise broken(f"{n} tokens, {limit} were asked for")
+    if n and (tokens.dtype.kind not in "iu" or tokens.min() < 0 or tokens.max() >= 2**31):
+        raise broken(f"tokens that are no ids: {tokens.tolist()!r:.100}")
     for name in ("logprobs", "keep_counts"):
         column = completion.columns.get(name)
         due = name == "logprobs" or "keep_ids" in want
         if column is None and due:
             raise broken(f"no column {name}, which it promises to give")
-        if column is not None and np.asarray(column).shape != (n,):
-            raise broken(f"{n} tokens and {name} of shape {np.asarray(column).shape}")
+        if column is not None and ((array := np.asarray(column)).shape != (n,) or array.dtype.kind not in "fiu"):
+            raise broken(f"{n} tokens and {name} of shape {array.shape} and dtype {array.dtype}")
     at = 0
     for span in completion.spans:
         if span.start != at or span.end <= at:

@@ -1,6 +1,7 @@
 """The pool: gates, load, stickiness, lost members, pauses that abort, deadlines, quorum."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -383,7 +384,7 @@ def test_another_number_of_answers_than_of_requests_stops_the_run():
         pool, engines = together(1)
         for spoil in (lambda results: results[1:], lambda results: [*results, results[0]]):
             engines["e0"].spoil = spoil
-            with pytest.raises(EngineError, match=r"engine 'e0' gave \d answers to 3 requests"):
+            with pytest.raises(EngineError, match=r"engine 'e0' answered request 'r0' with \d answers to 3 requests"):
                 await pool.generate_many(requests(3))
         assert not pool._calls and pool._members["e0"].load == 0
 
@@ -433,5 +434,97 @@ def test_closing_goes_on_where_one_fails():
         with pytest.raises(EngineError, match="no"):
             await close_all([engine.close for engine in engines.values()])
         assert engines["e0"].closed and engines["e2"].closed
+
+    asyncio.run(main())
+
+
+class Slow(FakeEngine):
+    """Fails every request that is in flight when it is told to; how it is takes it a while to say."""
+
+    async def generate(self, request):
+        self.seen.append(request.id)
+        await self.gate.wait()
+        if self.raises:
+            raise self.raises
+        return await super().generate(request)
+
+    async def health(self):
+        await asyncio.sleep(0.02)
+        return await super().health()
+
+
+def slow_and_well():
+    engines = {"e0": Slow("e0"), "e1": FakeEngine("e1")}
+    pool = Pool(engines)
+    for name in engines:
+        admit(pool, name)
+    engines["e0"].gate.clear()
+    return pool, engines
+
+
+def test_a_member_that_dies_with_many_requests_loses_all_of_them_to_the_others():
+    async def main():
+        pool, engines = slow_and_well()
+        tasks = [asyncio.create_task(pool.generate(request(f"r{i}"))) for i in range(6)]
+        await asyncio.sleep(0.01)
+        assert len(engines["e0"].seen) == 3
+        engines["e0"].raises, engines["e0"].ok = EngineError("connection lost", fix="x"), False
+        engines["e0"].gate.set()
+        assert [tokens(done) for done in await asyncio.gather(*tasks)] == [[0, 1, 2, 3]] * 6
+        assert "connection lost" in pool.quarantined()["e0"] and not pool._calls
+
+    asyncio.run(main())
+
+
+def test_a_member_that_was_lost_and_came_back_before_it_said_how_it_is_fails_no_run():
+    async def main():
+        pool, engines = slow_and_well()
+        task = asyncio.create_task(pool.generate(request("r0")))
+        await asyncio.sleep(0.01)
+        engines["e0"].raises = EngineError("connection lost", fix="x")
+        engines["e0"].gate.set()
+        await asyncio.sleep(0.01)  # its health is on the way
+        pool.quarantine("e0", "another call noticed")
+        engines["e0"].raises = None
+        admit(pool, "e0")
+        pool.readmit("e0")
+        assert tokens(await task) == [0, 1, 2, 3] and not pool.quarantined()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "why"),
+    [
+        (lambda done: None, "'r0' with None, which is no completion"),
+        (lambda done: {"tokens": [1]}, "which is no completion"),
+        (lambda done: replace(done, finish="stop"), "which is no completion"),
+        (lambda done: replace(done, columns=None), "which is no completion"),
+        (lambda done: replace(done, columns={}), "which is no completion"),
+        (lambda done: replace(done, request="other"), "'r0' with the answer to 'other'"),
+    ],
+)
+@pytest.mark.parametrize("many", [False, True])
+def test_what_is_no_answer_to_its_request_stops_the_run(spoilt, why, many):
+    class Odd(Together):
+        async def generate(self, request):
+            return spoilt(await super().generate(request))
+
+    async def main():
+        pool = Pool({"e0": Odd("e0")})
+        admit(pool, "e0")
+        with pytest.raises(EngineError, match=f"engine 'e0' answered request .*{why}"):
+            await asyncio.wait_for(pool.generate_many(requests(1)) if many else pool.generate(requests(1)[0]), 5.0)
+        assert not pool._calls and pool._members["e0"].load == 0
+
+    asyncio.run(main())
+
+
+def test_answers_in_another_order_than_the_requests_stop_the_run():
+    async def main():
+        pool, engines = together(1)
+        engines["e0"].spoil = lambda results: results[::-1]
+        with pytest.raises(EngineError, match="answered request 'r0' with the answer to 'r1'"):
+            await pool.generate_many(requests(2))
 
     asyncio.run(main())

@@ -175,6 +175,13 @@ def test_unknown_parent_and_mixed_distributions():
         ({"logprobs": np.zeros(1, np.float32)}, r"2 tokens and logprobs of shape \(1,\)"),
         ({"keep_counts": np.zeros(3, np.int32)}, r"2 tokens and keep_counts of shape \(3,\)"),
         ({"numbers": [0]}, "version spans over 1 of 2 tokens"),
+        ({"logprobs": np.array(["x", "y"])}, "logprobs of shape .* and dtype <U1"),
+        ({"logprobs": np.zeros(2, complex)}, "dtype complex"),
+        ({"logprobs": np.array([None, None])}, "dtype object"),
+        ({"tokens": np.array([3, -1])}, r"tokens that are no ids: \[3, -1\]"),
+        ({"tokens": np.array([3, 2**33])}, "tokens that are no ids"),
+        ({"tokens": np.array([3.5, 1.0])}, "tokens that are no ids"),
+        ({"tokens": np.zeros(99, np.int32)}, "with 99 tokens, 8 were asked for"),
     ],
 )
 def test_engine_answers_are_checked(options, why):

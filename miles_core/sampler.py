@@ -78,7 +78,7 @@ class _Shared:
 
     policy: SamplingPolicy
     lease: Lease
-    group: str
+    names: Sequence[str]  # of the episodes
     env: Environment
     multi_turn: bool
     sampling: Sampling
@@ -156,11 +156,11 @@ class Sampler:
     ) -> tuple[Episode, ...]:
         """All at once; the first error cancels the siblings and surfaces with its own text."""
         loop = asyncio.get_running_loop()
-        env = policy.envs[lease.env]
+        env, group = policy.envs[lease.env], lease.group
         shared = self._running[lease.id] = _Shared(
             policy=policy,
             lease=lease,
-            group=lease.group,
+            names=[episode_id(group, member) for member in range(group_size)],
             env=env,
             multi_turn=hasattr(env, "episode"),  # a Protocol check would cost ten times as much a lease
             sampling=sampling,
@@ -175,8 +175,7 @@ class Sampler:
                 "scorers": self._scorers,
             },
         )
-        late = f"passed its deadline of {policy.deadline_s:g} s"
-        timer = loop.call_at(shared.deadline, self._end, shared, late)
+        timer = loop.call_at(shared.deadline, self._end, shared, f"passed its deadline of {policy.deadline_s:g} s")
         try:
             if self._generate_many is not None and getattr(env, "instant", False) and not shared.multi_turn:
                 return await self._together(shared, group_size)
@@ -222,8 +221,7 @@ class Sampler:
         except Exception as error:
             results = [error] * group_size
         if requests and not self._collects and "keep_ids" not in policy.want:
-            names = [episode_id(shared.group, member) for member in range(group_size)]
-            plain = plain_trajectories(names, shared.root(), results, shared.sampling)
+            plain = plain_trajectories(shared.names, shared.root(), results, shared.sampling)
             if plain is not None:
                 return await self._judged(shared, plain, results)
         episodes = []
@@ -234,10 +232,11 @@ class Sampler:
 
     async def _judged(self, shared: _Shared, plain: list[Trajectory], answers: list[Any]) -> tuple[Episode, ...]:
         """The episodes of plain answers, of which the trajectories were made."""
-        episodes = []
+        episodes, score = [], shared.env.score
         for member, (trajectory, answer) in enumerate(zip(plain, answers, strict=True)):
             try:
-                episode = await self._scored(shared, member, trajectory, answer.columns["tokens"])
+                told = _told(shared, member, trajectory, answer.columns["tokens"])
+                episode = _finished(shared, member, (trajectory,), await score(shared.lease.task, told))
             except (Exception, SystemExit, asyncio.CancelledError) as error:
                 episode = _ended(shared, member, error)
             episodes.append(episode)
@@ -275,7 +274,7 @@ class Sampler:
     async def _episode(self, shared: _Shared, member: int, ask: Generate) -> Episode:
         lease, policy = shared.lease, shared.policy
         session = Session(
-            id=episode_id(shared.group, member),
+            id=shared.names[member],
             policy=policy.name,
             prompt=lease.task.prompt,
             renderer=policy.renderer,
@@ -301,15 +300,8 @@ class Sampler:
         await session.answer()
         (trajectory,) = session.trajectories()
         written = cast("Array", trajectory.columns["tokens"])[len(shared.root()) :]
-        return await self._scored(shared, member, trajectory, written)
-
-    async def _scored(self, shared: _Shared, member: int, answer: Trajectory, written: Array) -> Episode:
-        """What a single-turn environment says of an answer; its tokens are `written`."""
-        if shared.ended:  # while another of its group was judged, in the same task
-            raise asyncio.CancelledError
-        text, trajectories = shared.text(tuple(written.tolist())), (answer,)
-        told = _context(shared, member, text=text, finish=answer.finish, trajectories=trajectories)
-        return _finished(shared, member, trajectories, await shared.env.score(shared.lease.task, told))
+        told = _told(shared, member, trajectory, written)
+        return _finished(shared, member, (trajectory,), await shared.env.score(shared.lease.task, told))
 
     async def _ask(self, shared: _Shared, request: Request) -> tuple[Completion, Mapping[str, Any]]:
         """What sessions sample with: the pool, with the run's extensions around it."""
@@ -345,8 +337,17 @@ class _Context(EpisodeContext):
 
 def _context(shared: _Shared, member: int, **answer: Any) -> EpisodeContext:
     context = object.__new__(_Context)
-    context.__dict__.update(answer, _of=(shared.context, member))
+    answer["_of"] = shared.context, member
+    vars(context).update(answer)
     return context
+
+
+def _told(shared: _Shared, member: int, answer: Trajectory, written: Array) -> EpisodeContext:
+    """What a single-turn environment is told of an answer; its tokens are `written`."""
+    if shared.ended:  # while another of its group was judged, in the same task
+        raise asyncio.CancelledError
+    text = shared.text(tuple(written.tolist()))
+    return _context(shared, member, text=text, finish=answer.finish, trajectories=(answer,))
 
 
 def _rendered(task: Task, render: Callable[..., T], *shown: Prompt) -> T:
@@ -390,13 +391,13 @@ def _ended(shared: _Shared, member: int, error: BaseException, failure: BaseExce
 
 
 def _failed(shared: _Shared, member: int, why: str) -> Episode:
-    name = episode_id(shared.group, member)
+    name = shared.names[member]
     why = f"task {shared.lease.task.id}, episode {name}: {why}"
     return Episode(id=name, member=member, trajectories=(), status=Status.FAILED, error=why)
 
 
 def _finished(shared: _Shared, member: int, trajectories: tuple[Trajectory, ...], score: Score) -> Episode:
-    task, name = shared.lease.task.id, episode_id(shared.group, member)
+    task, name = shared.lease.task.id, shared.names[member]
     if not isinstance(score, Score):
         raise RewardError(
             f"environment of task {task!r} returned {type(score).__name__} in place of a Score",

@@ -41,6 +41,9 @@ def check_history(
             policy, step = header["policy"], header["step"]
             if step != due.get(policy, 0):
                 found.append(f"step {step} of policy {policy} was trained where step {due.get(policy, 0)} was due")
+            if policy not in schedules:
+                found.append(f"step {step} was trained by policy {policy}, which the run file does not name")
+                continue
             found += _check_batch(header, history, schedules[policy])
     found += history.problems
     seen: dict[tuple[str, str], str] = {}

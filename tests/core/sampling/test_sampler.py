@@ -458,3 +458,25 @@ def test_samplers_in_workers_follow_the_controllers_gate():
         await remote.close()
 
     asyncio.run(main())
+
+
+class Collecting:
+    def collect(self, columns, request):
+        return {}
+
+
+@pytest.mark.parametrize("extensions", [(), (Collecting(),)], ids=["plain", "collected"])
+def test_a_deadline_ends_every_episode_of_a_group_that_waits_while_it_is_judged(extensions):
+    class Waiting(Env):
+        async def score(self, task, context):
+            await asyncio.sleep(5)
+
+    async def main():
+        sampler, _ = make(Waiting(), extensions=extensions, deadline_s=0.05)
+        running = sampler.run(FakeLease(), group_size=3, sampling=SAMPLING, split="train")
+        group = await asyncio.wait_for(running, 2)
+        assert [e.status for e in group.episodes] == [Status.FAILED] * 3
+        assert all("passed its deadline" in e.error for e in group.episodes)
+        assert asyncio.current_task().cancelling() == 0
+
+    asyncio.run(main())

@@ -34,6 +34,7 @@ def plain_trajectories(
     tokens_of: list[Array] = []
     logprobs_of: list[Array] = []
     counts: list[int] = []
+    keys: list[tuple[int, ...]] = []
     for answer in answers:
         if not isinstance(answer, Completion) or answer.finish not in _WHOLE or len(answer.columns) != 2:
             return None
@@ -42,21 +43,22 @@ def plain_trajectories(
         if getattr(tokens, "dtype", None) != _INT32 or getattr(likely, "dtype", None) != _FLOAT32:
             return None
         count = 0
+        ends: tuple[int, ...] = ()
         for span in answer.spans:
             if not count == span.start < span.end:
                 return None
             count = span.end
+            ends += count, id(span.version)
         if not tokens.shape == likely.shape == (count,) or count > sampling.max_new_tokens:
             return None
         tokens_of += prompt, tokens
         logprobs_of += unknown, likely
         counts += start, count
+        keys.append(ends)
     ids, logprobs = np.concatenate(tokens_of), np.concatenate(logprobs_of)
     if min(ids.tolist(), default=0) < 0 or not plausible(logprobs):
         return None
-    origin = np.zeros(2 * len(answers), np.uint8)
-    origin[1::2] = Origin.SAMPLED  # the others are `Origin.PROMPT`, 0
-    origin = origin.repeat(counts)
+    origin = np.array([Origin.PROMPT, Origin.SAMPLED] * len(answers), np.uint8).repeat(counts)
     columns: Mapping[str, Array] = {
         "tokens": ids,
         "origin": origin,
@@ -65,17 +67,15 @@ def plain_trajectories(
     }
     spans: dict[tuple[int, ...], tuple[Span, ...]] = {}  # answers of a group share most of theirs; versions by identity
     found, at = [], 0
-    for episode, answer, count in zip(episodes, answers, counts[1::2], strict=True):
-        key = tuple([part for span in answer.spans for part in (span.end, id(span.version))])
+    for episode, answer, count, key in zip(episodes, answers, counts[1::2], keys, strict=True):
         if (own := spans.get(key)) is None:
             moved = [Span(start=start + s.start, end=start + s.end, version=s.version) for s in answer.spans]
             own = spans[key] = tuple(moved)
-        rows = Rows(columns, at, at := at + start + count)
         found.append(
             Trajectory(
                 id=trajectory_id(episode, 0),
                 length=start + count,
-                columns=rows,
+                columns=Rows(columns, at, at := at + start + count),
                 spans=own,
                 finish=answer.finish,
                 sampling=sampling,

@@ -9,11 +9,11 @@ sorted lines `name\\0piece\\0digest`, a piece being spelled as the canonical JSO
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import orjson
 import xxhash
 
 from miles_core.contracts.weights import Evidence, Manifest, Piece, Receipt, TensorSpec
@@ -51,7 +51,7 @@ def piece_digests(spec: TensorSpec, array: Array) -> tuple[str, ...]:
 
 def piece_key(piece: Piece) -> str:
     """Canonical JSON of `[offsets, shape]`."""
-    return json.dumps([list(piece.offsets), list(piece.shape)], separators=(",", ":"))
+    return orjson.dumps([list(piece.offsets), list(piece.shape)]).decode()
 
 
 def manifest_root(tensors: Iterable[TensorSpec], digests: Mapping[str, Sequence[str]]) -> str:

@@ -167,7 +167,10 @@ class ConsoleTracker:
 
     def _say(self, text: str) -> None:
         try:
-            self._console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
+            if self._live:
+                self._console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
+            elif not self._console.quiet:  # rich would take longer than all else that a step's line costs
+                print(text, file=self._console.file, flush=True)
         except (BrokenPipeError, SystemExit):  # who read this is gone (`| head`), and rich would leave: the run goes on
             self._console.quiet = True
 

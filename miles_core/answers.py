@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from miles_core.columns import plausible
+from miles_core.columns import FEW, plausible
 from miles_core.contracts.engine import Completion
 from miles_core.records import Finish, Origin, Rows, Sampling, Span, Trajectory, trajectory_id
 
@@ -49,14 +49,14 @@ def plain_trajectories(
                 return None
             count = span.end
             ends += count, id(span.version)
-        if not tokens.shape == likely.shape == (count,) or count > sampling.max_new_tokens:
+        if not tokens.shape == likely.shape == (count,):
             return None
         tokens_of += prompt, tokens
         logprobs_of += unknown, likely
         counts += start, count
         keys.append(ends)
     ids, logprobs = np.concatenate(tokens_of), np.concatenate(logprobs_of)
-    if min(ids.tolist(), default=0) < 0 or not plausible(logprobs):
+    if (min(ids.tolist(), default=0) if len(ids) < FEW else ids.min()) < 0 or not plausible(logprobs):
         return None
     origin = np.array([Origin.PROMPT, Origin.SAMPLED] * len(answers), np.uint8).repeat(counts)
     columns: Mapping[str, Array] = {

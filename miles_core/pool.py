@@ -9,7 +9,7 @@ weights (`publish.py`) and knows nothing of trajectories (`session.py`).
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -70,7 +70,7 @@ class Pool:
         """
         self.gate = ServingGate()
         self.min_engines = 1
-        self.losses = 0  # counts quarantines: connections made before the last one may be stale
+        self.losses = Counter[str]()  # quarantines by member: connections made before the last one may be stale
         self.updating = asyncio.Lock()  # one publication at a time, over all policies
         self._members = {name: _Member(engine) for name, engine in engines.items()}
         self._sticky: OrderedDict[str, str] = OrderedDict()
@@ -118,7 +118,7 @@ class Pool:
         member = self._members[name]
         if not member.why:
             self._on_event("engine_quarantined", {"engine": name, "reason": reason})
-        self.losses += 1
+        self.losses[name] += 1
         member.why = reason or "no reason given"
         self.gate.revoke(name)
         self._drop_calls(name)
@@ -169,6 +169,7 @@ class Pool:
         for name, member in self._members.items():
             why = state["quarantined"].get(name, "")
             if why and not member.why:
+                self.losses[name] += 1
                 self._drop_calls(name)
             member.why = why
         self._wake()
@@ -236,7 +237,7 @@ class Pool:
         for i, result in enumerate(results):
             if isinstance(result, DeadlineError):
                 found[i] = result
-            elif not isinstance(result, Exception):
+            elif not isinstance(result, BaseException):
                 done = self._named(_checked(name, requests[i], result))
                 if done.finish != Finish.ABORT or ids[i] in call.aborted:
                     found[i] = done
@@ -350,15 +351,15 @@ class Pool:
             failures.append(f"{name}: {member.why}")
             return None
         except (EngineError, OSError) as error:
-            call.member, losses = "", self.losses  # this call noticed; quarantine, also by another, cancels the rest
+            # This call noticed; a quarantine, also one by another call, cancels the rest.
+            call.member, losses = "", self.losses[name]
             health = await self.health(name)
-            lost = isinstance(error, OSError) or not health.ok
-            if not lost and losses == self.losses:  # else it may have been lost and come back meanwhile
-                raise
-            failures.append(f"{name}: {clause(error)}")
-            if lost:
+            if losses == self.losses[name]:  # else another call saw to it, and the member may be back already
+                if health.ok and not isinstance(error, OSError):
+                    raise
                 self.quarantine(name, f"{clause(error)} ({health.detail or 'connection failed'})")
                 self.check_quorum()
+            failures.append(f"{name}: {clause(error)}")
             return None
         except MilesError:
             raise
@@ -377,12 +378,21 @@ class Pool:
 
 
 def _checked(name: str, request: Request, answer: Any) -> Completion:
-    """The border to an engine: what it answered is an answer, and to that request. Its tokens are for others."""
-    whole = isinstance(answer, Completion) and isinstance(answer.finish, Finish) and "tokens" in (answer.columns or ())
-    if whole and answer.request == request.id:
-        return cast("Completion", answer)
-    what = f"the answer to {answer.request!r}" if whole else f"{answer!r:.200}, which is no completion"
-    raise bad_answer(name, request.id, what)
+    """The border to an engine: what it answered is an answer, and to that request."""
+    left = request.sampling.max_new_tokens - (0 if request.resume is None else len(request.resume))
+    if not isinstance(answer, Completion):
+        wrong = f"{type(answer).__name__}, which is no completion"
+    elif answer.request != request.id:
+        wrong = f"the answer to {answer.request!r}"
+    elif not isinstance(answer.finish, Finish):
+        wrong = f"finish {answer.finish!r}, which is no Finish"
+    elif np.ndim(tokens := (answer.columns or {}).get("tokens")) != 1:  # type: ignore[arg-type]
+        wrong = "no column tokens"
+    elif len(tokens) > left:  # type: ignore[arg-type]
+        wrong = f"{len(tokens)} tokens, {left} were asked for"  # type: ignore[arg-type]
+    else:
+        return answer
+    raise bad_answer(name, request.id, wrong)
 
 
 def _rest(request: Request, parts: Sequence[Completion], left_s: float) -> Request:

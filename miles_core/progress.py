@@ -96,6 +96,5 @@ class Reports:
 
     def _tell(self, method: str, *args: Any) -> None:
         for tracker in self.trackers:
-            what = f"tracker {type(tracker).__name__} failed"
-            with blamed(what, TrackerError, "mend or leave it out, then use --resume"):
+            with blamed(f"tracker {type(tracker).__name__} failed", TrackerError, "mend or leave it out and --resume"):
                 getattr(tracker, method)(*args)

@@ -115,9 +115,9 @@ class Publisher:
 
     async def _once(self, version: Version, links: Mapping[str, Link]) -> dict[str, Receipt]:
         self._deadline = time.monotonic() + self.keys.deadline_s
-        if self._connected != (list(links), self.pool.losses):
+        if self._connected != (list(links), self.pool.losses.total()):
             await self._connect(links)
-            self._connected = (list(links), self.pool.losses)
+            self._connected = (list(links), self.pool.losses.total())
         manifest = await self._stage(version)
 
         staged = self.transport.phase == "staged"

@@ -94,7 +94,7 @@ class _Shared:
     def root(self) -> Array:
         """The prompt's ids."""
         if self.ids is None:
-            task, render = self.lease.task, self.policy.renderer.prompt
+            render, task = self.policy.renderer.prompt, self.lease.task
             self.ids = np.asarray(_rendered(task, render, task.prompt), np.int32)
         return self.ids
 
@@ -196,19 +196,10 @@ class Sampler:
         shared.tasks = [task]
         requests: list[Request] = []
         try:
-            prompt = {"tokens": shared.root()}
-            requests = [
-                Request(
-                    id=f"{lease.id}/{member}/0",
-                    policy=policy.name,
-                    prompt=prompt,
-                    sampling=shared.sampling,
-                    seed=shared.seed_of(member, 0),
-                    want=policy.want,
-                    deadline_s=policy.deadline_s,
-                )
-                for member in range(group_size)
-            ]
+            same: dict[str, Any] = {"policy": policy.name, "prompt": {"tokens": shared.root()}, "want": policy.want}
+            same |= {"sampling": shared.sampling, "deadline_s": policy.deadline_s}
+            seeds = [shared.seed_of(member, 0) for member in range(group_size)]
+            requests = [Request(id=f"{lease.id}/{m}/0", seed=seed, **same) for m, seed in enumerate(seeds)]
             for edit in self._edits:
                 requests = [edit(request) for request in requests]
             shared.requests.update(request.id for request in requests)

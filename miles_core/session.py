@@ -168,7 +168,7 @@ class Session:
         if completion.finish == Finish.ABORT:
             raise EpisodeFailedError("aborted")
         tokens = np.asarray(completion.columns["tokens"])
-        _check(completion, tokens, shape.max_new_tokens, self.want)
+        _check(completion, tokens, self.want)
         above = None if parent == -1 else self._nodes[parent]
         if above is not None:
             above.children += 1
@@ -266,12 +266,10 @@ class EpisodeFailedError(Exception):
     """An episode that cannot be finished, through no fault of the environment; its text is the reason."""
 
 
-def _check(completion: Completion, tokens: Array, limit: int, want: frozenset[str]) -> None:
+def _check(completion: Completion, tokens: Array, want: frozenset[str]) -> None:
     """An engine's answer at the border: `EngineError` names engine and request."""
     broken = partial(bad_answer, completion.engine, completion.request)
     n = len(tokens)
-    if n > limit:
-        raise broken(f"{n} tokens, {limit} were asked for")
     if n and (tokens.dtype.kind not in "iu" or tokens.min() < 0 or tokens.max() >= 2**31):
         raise broken(f"tokens that are no ids: {tokens.tolist()!r:.100}")
     for name in ("logprobs", "keep_counts"):

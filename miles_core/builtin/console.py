@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -166,13 +167,19 @@ class ConsoleTracker:
         return f"[{policy}] " if len(self._policies) > 1 else ""
 
     def _say(self, text: str) -> None:
+        from rich.control import strip_control_codes
+
         try:
             if self._live:
                 self._console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
             elif not self._console.quiet:  # rich would take longer than all else that a step's line costs
-                print(text, file=self._console.file, flush=True)
-        except (BrokenPipeError, SystemExit):  # who read this is gone (`| head`), and rich would leave: the run goes on
+                self._console.file.write(strip_control_codes(text) + "\n")
+                self._console.file.flush()
+        except SystemExit:  # who read this is gone (`| head`), and rich would leave: the run goes on
             self._console.quiet = True
+        except BrokenPipeError:
+            with suppress(SystemExit):
+                self._console.on_broken_pipe()  # as rich does: what else is printed has nowhere to go
 
     def _start_bars(self, first: int) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

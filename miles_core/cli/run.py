@@ -10,7 +10,6 @@ import signal
 import socket
 import sys
 import threading
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -96,8 +95,10 @@ def run(
 
 
 def _tell(text: str) -> None:
-    with suppress(BrokenPipeError):  # `2>&1 | head`: nobody reads it, and the run ends as it would
-        print(text, file=sys.stderr)
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except BrokenPipeError:  # `2>&1 | head`: nobody reads it, and the run ends as it would; so does the last flush
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 class _Interrupt:

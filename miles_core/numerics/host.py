@@ -43,8 +43,12 @@ Estimator = Literal["k1", "k2", "k3", "low_var"]
 
 def all_equal(values: Array | Sequence[float]) -> bool:
     """max − min ≤ 1e-6 · max(1, max|R|): a group without a signal."""
+    return _all_equal(np.asarray(values, np.float64).tolist())
+
+
+def _all_equal(values: list[float]) -> bool:
     high, low = max(values, default=0.0), min(values, default=0.0)
-    return high - low <= 1e-6 * max(1.0, high, -low)
+    return high - low <= 1e-6 * max(1.0, high, -low) and not any(map(math.isnan, values))
 
 
 def group_advantages(
@@ -57,7 +61,7 @@ def group_advantages(
     """
 
     def formula(values: list[float]) -> list[float]:
-        if all_equal(values):
+        if _all_equal(values):
             return [0.0] * len(values)
         return _scaled(values, ddof, eps) if scale == "std" else _centred(values)
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles_core.columns import CORE_COLUMNS, ColumnSpec, Level, collate, plausible, validate
+from miles_core.columns import CORE_COLUMNS, FEW, ColumnSpec, Level, collate, plausible, validate
 from miles_core.errors import RecordError
 from miles_core.records import Episode, Finish, Group, Origin, Sampling, Span, Task, Trajectory, Version, spans_of
 
@@ -178,3 +178,4 @@ def test_sampling_parameters_become_trajectory_columns():
 def test_log_probabilities_are_finite_and_not_above_zero_wherever_one_stands(values):
     wanted = all(np.isfinite(value) and value <= 1e-4 for value in values)
     assert plausible(np.array(values, np.float32)) == wanted
+    assert plausible(np.array([*values, *[-1.0] * FEW], np.float32)) == wanted

@@ -392,6 +392,32 @@ def test_the_history_check_finds_each_broken_promise(records, found):
     assert check_history(frames(*records), {"main": STRICT}, finished=True) == found
 
 
+@pytest.mark.parametrize("order", [[2], [1], [2, 2], [1, 1], [2, 1], [1, 2], [1, 2, 2], [2, 1, 2]], ids=str)
+def test_resumes_from_any_checkpoint_in_any_order_break_no_promise(order, tmp_path):
+    """Also from one that an earlier resume had gone back behind: it does not see what happened in between."""
+    schedules, kept = {"main": STRICT}, {}
+    journal = Journal(tmp_path / "journal")
+    ledger = Ledger(journal, schedules)
+    publish(ledger, 0)
+    for step in range(2):
+        leases = [take(ledger), take(ledger)]
+        for lease in leases:
+            ledger.finish(lease, group_of(lease, step))
+        ledger.claim("main", leases)
+        ledger.trained("main", step, leases, step)
+        publish(ledger, step + 1)
+        kept[step + 1] = json.loads(json.dumps(ledger.snapshot()))
+    take(ledger)
+    journal.close()
+    for step in order:
+        journal = Journal(tmp_path / "journal")
+        ledger = Ledger.resume(kept[step], journal, schedules)
+        publish(ledger, step)
+        take(ledger), take(ledger)
+        journal.close()
+    assert check_history(list(read(tmp_path / "journal")), schedules) == []
+
+
 def published(number, changed=True, receipts=(("live", "r"),)):
     engines = {f"e{i}": list(receipt) for i, receipt in enumerate(receipts)}
     return "published", {"policy": "main", "lineage": 0, "number": number, "changed": changed, "engines": engines}

@@ -168,6 +168,16 @@ def by_step(reward, group):
 PER_EPISODE = [host.group_advantages, host.leave_one_out_advantages, host.centred_advantages, by_step]
 
 
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@pytest.mark.parametrize(
+    ("values", "equal"),
+    [([], True), ([1.0, 1.0 + 1e-7], True), ([0.0, 2e-6], False), ([1.0, np.nan], False), ([np.nan, 1.0], False)],
+)
+def test_a_group_without_a_signal(values, equal, dtype):
+    assert host.all_equal(values) == host.all_equal(np.array(values, dtype)) == equal
+    assert not host.all_equal(np.array([1, 1000], np.uint64))
+
+
 def test_group_advantages():
     zeros = np.zeros(4, int)
     got = host.group_advantages(np.array([1.0, 0, 0, 0]), zeros, eps=0)

@@ -1,5 +1,6 @@
 """What a run says beside its training: where it goes on from, how to go on in a shell; and a console that goes away."""
 
+import os
 import shlex
 import shutil
 import subprocess
@@ -36,7 +37,8 @@ def test_a_reader_that_goes_away_does_not_end_the_run(command, also):
     Path("toy.yaml").write_text(Path("toy.yaml").read_text().replace("jsonl: {}", "jsonl: {}, console: {}"))
     line = shlex.join([str(Path(sys.executable).with_name("miles")), "run", "toy.yaml", *SMALL, "env.delay_s=0.05"])
     piped = ["bash", "-c", f"set -o pipefail; {line} {also} | head -1"]
-    done = subprocess.run(piped, capture_output=True, text=True, timeout=120, check=False)
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(piped, capture_output=True, text=True, timeout=120, check=False, env=buffered)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 1 and (also or "finished: runs/toy" in done.stderr)
     assert RunDir.open(RUN).latest().step == 3

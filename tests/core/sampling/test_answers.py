@@ -89,7 +89,6 @@ BREAKS = {
     "objects": column(GOOD, logprobs=np.array([None, None, None])),
     "negative": column(GOOD, tokens=np.array([4, -5, 6], np.int32)),
     "no ids": column(GOOD, tokens=np.array([4.5, 5, 6], np.float32)),
-    "too long": answer(list(range(9))),
     "no logprobs": replace(GOOD, columns={"tokens": GOOD.columns["tokens"]}),
     "no spans": replace(GOOD, spans=()),
     "late span": replace(GOOD, spans=(Span(start=1, end=3, version=OLD),)),

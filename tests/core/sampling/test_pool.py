@@ -476,19 +476,44 @@ def test_a_member_that_dies_with_many_requests_loses_all_of_them_to_the_others()
     asyncio.run(main())
 
 
-def test_a_member_that_was_lost_and_came_back_before_it_said_how_it_is_fails_no_run():
+@pytest.mark.parametrize("ok", [True, False])
+@pytest.mark.parametrize("follows", [True, False])
+def test_a_member_that_was_lost_and_came_back_before_it_said_how_it_is_stays(ok, follows):
+    """`follows`: the pool of a sampler process, which is told by the controller's."""
+
     async def main():
         pool, engines = slow_and_well()
         task = asyncio.create_task(pool.generate(request("r0")))
         await asyncio.sleep(0.01)
-        engines["e0"].raises = EngineError("connection lost", fix="x")
+        engines["e0"].raises, engines["e0"].ok = EngineError("connection lost", fix="x"), ok
         engines["e0"].gate.set()
         await asyncio.sleep(0.01)  # its health is on the way
-        pool.quarantine("e0", "another call noticed")
+        well = pool.state()
+        if follows:
+            pool.follow({**well, "quarantined": {"e0": "another call noticed"}})
+            pool.follow(well)
+        else:
+            pool.quarantine("e0", "another call noticed")
+            admit(pool, "e0")
+            pool.readmit("e0")
         engines["e0"].raises = None
-        admit(pool, "e0")
-        pool.readmit("e0")
         assert tokens(await task) == [0, 1, 2, 3] and not pool.quarantined()
+
+    asyncio.run(main())
+
+
+def test_the_loss_of_another_member_excuses_no_error():
+    async def main():
+        pool, engines = slow_and_well()
+        task = asyncio.create_task(pool.generate(request("r0")))
+        await asyncio.sleep(0.01)
+        engines["e0"].raises = EngineError("no such request", fix="x")
+        engines["e0"].gate.set()
+        await asyncio.sleep(0.01)
+        pool.quarantine("e1", "gone")
+        with pytest.raises(EngineError, match="E600: no such request"):
+            await task
+        assert engines["e0"].seen == ["r0"]
 
     asyncio.run(main())
 
@@ -496,12 +521,16 @@ def test_a_member_that_was_lost_and_came_back_before_it_said_how_it_is_fails_no_
 @pytest.mark.parametrize(
     ("spoilt", "why"),
     [
-        (lambda done: None, "'r0' with None, which is no completion"),
-        (lambda done: {"tokens": [1]}, "which is no completion"),
-        (lambda done: replace(done, finish="stop"), "which is no completion"),
-        (lambda done: replace(done, columns=None), "which is no completion"),
-        (lambda done: replace(done, columns={}), "which is no completion"),
-        (lambda done: replace(done, request="other"), "'r0' with the answer to 'other'"),
+        (lambda done: None, "NoneType, which is no completion"),
+        (lambda done: {"tokens": [1]}, "dict, which is no completion"),
+        (lambda done: asyncio.CancelledError(), "CancelledError, which is no completion"),
+        (lambda done: replace(done, finish="stop"), "finish 'stop', which is no Finish"),
+        (lambda done: replace(done, columns=None), "no column tokens"),
+        (lambda done: replace(done, columns={}), "no column tokens"),
+        (lambda done: replace(done, columns={"tokens": 5}), "no column tokens"),
+        (lambda done: replace(done, columns={"tokens": np.zeros((2, 1), np.int32)}), "no column tokens"),
+        (lambda done: replace(done, columns={"tokens": np.zeros(3, np.int32)}), "3 tokens, 2 were asked for"),
+        (lambda done: replace(done, request="other"), "the answer to 'other'"),
     ],
 )
 @pytest.mark.parametrize("many", [False, True])
@@ -513,9 +542,31 @@ def test_what_is_no_answer_to_its_request_stops_the_run(spoilt, why, many):
     async def main():
         pool = Pool({"e0": Odd("e0")})
         admit(pool, "e0")
-        with pytest.raises(EngineError, match=f"engine 'e0' answered request .*{why}"):
+        with pytest.raises(EngineError, match=f"engine 'e0' answered request 'r0' with {why}"):
             await asyncio.wait_for(pool.generate_many(requests(1)) if many else pool.generate(requests(1)[0]), 5.0)
         assert not pool._calls and pool._members["e0"].load == 0
+
+    asyncio.run(main())
+
+
+def test_what_follows_an_aborted_part_is_counted_from_there():
+    class Long(FakeEngine):
+        async def generate(self, request):
+            done = await super().generate(request)
+            if request.resume is None:
+                return done
+            return replace(done, columns={name: np.resize(part, 3) for name, part in done.columns.items()})
+
+    async def main():
+        pool = Pool({"e0": Long("e0", tokens_at_once=2)})
+        admit(pool, "e0")
+        task = asyncio.create_task(pool.generate(request(n=4)))
+        await asyncio.sleep(0.02)
+        await pool.hold("e0", "abort")
+        await asyncio.sleep(0.02)
+        await pool.release("e0")
+        with pytest.raises(EngineError, match="3 tokens, 2 were asked for"):
+            await task
 
     asyncio.run(main())
 

@@ -480,3 +480,15 @@ def test_a_deadline_ends_every_episode_of_a_group_that_waits_while_it_is_judged(
         assert asyncio.current_task().cancelling() == 0
 
     asyncio.run(main())
+
+
+def test_an_extension_may_ask_for_more_tokens(together):
+    class More:
+        def request(self, request):
+            return replace(request, sampling=replace(request.sampling, max_new_tokens=20))
+
+    async def generate(request):
+        return answer(request, "twelve tokens")
+
+    sampler, _ = make(Env(), generate, extensions=[More()])
+    assert [e.status for e in run(sampler).episodes] == [Status.OK] * 2

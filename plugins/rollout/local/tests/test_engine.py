@@ -507,8 +507,8 @@ ODD |= {
     f"{name} {value!r:.9}": {"sampling": replace(Sampling(max_new_tokens=4), **{name: value})}
     for name, values in {
         "max_new_tokens": ("4", None, 2.5, float("nan"), -1),
-        "temperature": ("hot", None, float("nan"), float("inf"), -1.0, 2**2000),
-        "top_p": ("1", None, float("nan"), -1, 0, 2, [0.5]),
+        "temperature": ("hot", None, float("nan"), float("inf"), -1.0, 2**2000, 1e-60, 1e-40),
+        "top_p": ("1", None, float("nan"), -1, 0, 2, [0.5], 1e-60),
         "top_k": ("3", None, 2.5, -3, 2**70, float("nan")),
         "stop": ("ab", 5, (5,), ("",)),  # a bare string would stop at each of its characters
     }.items()

@@ -27,8 +27,9 @@ from miles_rollout_local.scoring import asked
 from miles_rollout_local.slots import Slots
 from miles_rollout_local.weights import LiveWeights
 
-#: A temperature that is finite in the batch's float32, and a number of tokens that its int64 holds.
-_HOTTEST, _MOST = 3e38, 2**63 - 1
+#: The least temperature (but 0) and top_p that the batch's float32 can work with, the highest temperature that it
+#: holds, and the highest number of tokens of its int64.
+_LEAST, _HOTTEST, _MOST = 1e-30, 3e38, 2**63 - 1
 #: Longer than any deadline, in seconds.
 _EVER_S = 1e9
 
@@ -52,9 +53,9 @@ class _Batch:
     def __iter__(self) -> Iterator[Job]:
         return (Job(request, self, index) for index, request in enumerate(self.requests))
 
-    def due(self) -> float:
-        """The nearest deadline of those without an answer, in seconds from when they came."""
-        return min(map(_seconds, (r for r, result in zip(self.requests, self.results, strict=True) if result is None)))
+    def dues(self) -> list[float]:
+        """The deadlines of those without an answer, in seconds from when they came."""
+        return [_seconds(r) for r, result in zip(self.requests, self.results, strict=True) if result is None]
 
 
 class LocalEngine:
@@ -118,7 +119,7 @@ class LocalEngine:
         else:
             self._arrived.append(batch)
         self._kick(loop)
-        self._watch(loop, batch, loop.time(), batch.due())
+        self._watch(loop, batch, loop.time(), min(batch.dues()))
         try:
             await batch.future
         except BaseException:  # cancelled: the slots must not stay taken
@@ -277,16 +278,17 @@ class LocalEngine:
         s = request.sampling
         fits = {
             "max_new_tokens": isinstance(s.max_new_tokens, Integral) and s.max_new_tokens >= 0,
-            "temperature": isinstance(s.temperature, Real) and 0 <= s.temperature <= _HOTTEST,
-            "top_p": isinstance(s.top_p, Real) and 0 < s.top_p <= 1,
+            "temperature": isinstance(s.temperature, Real)
+            and (s.temperature == 0 or _LEAST <= s.temperature <= _HOTTEST),
+            "top_p": isinstance(s.top_p, Real) and _LEAST <= s.top_p <= 1,
             "top_k": isinstance(s.top_k, Integral) and 0 <= s.top_k <= _MOST,
             "stop": not isinstance(s.stop, str) and all(isinstance(stop, str) and stop for stop in s.stop or ()),
         }
         if wrong := [f"{name} {getattr(s, name)!r:.80}" for name, fit in fits.items() if not fit]:
             raise EngineError(
                 f"request {request.id!r} cannot be sampled with {', '.join(wrong)}",
-                fix="give whole numbers from 0 as max_new_tokens and top_k, a temperature from 0, a top_p above 0 and "
-                "up to 1, and a tuple of strings that are not empty as stop",
+                fix="give whole numbers from 0 as max_new_tokens and top_k, a temperature of 0 or from "
+                f"{_LEAST}, a top_p from {_LEAST} to 1, and a tuple of strings that are not empty as stop",
             )
 
     def _check_ids(self, request: Request, given: Any, what: str) -> Any:
@@ -327,8 +329,8 @@ class LocalEngine:
                     f"request {request.id!r} took over {request.deadline_s} s on engine {self.name!r}{held}",
                     fix="raise the deadline, or look at what keeps the engine",
                 )
-        if any(result is None for result in batch.results):
-            self._watch(loop, batch, began, batch.due())
+        if dues := batch.dues():
+            self._watch(loop, batch, began, min(dues))
         else:
             batch.future.set_result(None)
         self._forget(lambda job: job.batch is batch and job.index in late)

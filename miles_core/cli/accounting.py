@@ -26,9 +26,7 @@ def check_history(
     """
     history = History()
     found: list[str] = []
-    cuts: list[
-        tuple[Position, tuple[int, ...]]
-    ] = []  # of earlier resumes: where each stands, and where it went on from
+    cuts: list[tuple[Position, tuple[int, ...]]] = []  # earlier resumes: where each stands, where it went on from
     for frame in frames:
         due, header = dict(history.steps), frame.header
         if frame.kind == "group":

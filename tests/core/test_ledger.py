@@ -380,6 +380,10 @@ AGAIN = (lease_frame(3, 0), lease_frame(4, 1), group_frame(3), group_frame(4), t
             ),
             ["lineage 1 builds on lease l9, which is not in the history"],
         ),
+        (
+            (*GOOD, ("trained", {"policy": "other", "step": 0, "lineage": 0, "oldest": None, "leases": []})),
+            ["step 0 was trained by policy other, which the run file does not name"],
+        ),
         ((*GOOD[:4], group_frame(0), GOOD[4]), ["lease l0 was finished twice"]),
         ((*GOOD[:2], lease_frame(2), ("lineage", {**RESUMED, "returned": ["l0", "l1", "l2"]}), *AGAIN), []),
         (

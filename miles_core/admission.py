@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from miles_core.config.schema import OnFailedEpisode, ScheduleConfig
-from miles_core.errors import LedgerError
-from miles_core.records import Episode, Group, Status, Trajectory
+from miles_core.errors import LedgerError, bad_answer
+from miles_core.records import Episode, Group, Status, Trajectory, Version
 
 
 def broken(what: str) -> LedgerError:
@@ -81,6 +81,16 @@ def versions_of(group: Group) -> tuple[int, int] | None:
     """Lowest and highest version number that sampled any token; `None` where nothing was sampled."""
     numbers = [s.version.number for e in group.episodes for t in e.trajectories for s in t.spans]
     return (min(numbers), max(numbers)) if numbers else None
+
+
+def check_versions(group: Group, published: set[Version]) -> None:
+    """Raise `EngineError` where an engine says that a version sampled which is not one of these."""
+    told = {id(s.version): (s.version, t) for e in group.episodes for t in e.trajectories for s in t.spans}
+    for version, of in told.values():  # few: answers of an engine share them
+        if version not in published:
+            raise bad_answer(
+                of.engine, of.id, f"tokens of {version}, which is no published version of {group.policy!r}"
+            )
 
 
 def is_stale(versions: tuple[int, int] | None, step: int, schedule: ScheduleConfig) -> bool:

@@ -49,10 +49,8 @@ def evaluation_metrics(results: Sequence[tuple[str, Group]]) -> dict[str, Metric
     environments."""
     out: dict[str, Metric] = {}
     environments = sorted({env for env, _ in results})
-    for prefix, chosen in (
-        ("", results),
-        *((f"/{env}", [r for r in results if r[0] == env]) for env in environments if len(environments) > 1),
-    ):
+    parts = {f"/{env}": [r for r in results if r[0] == env] for env in environments if len(environments) > 1}
+    for prefix, chosen in ({"": results} | parts).items():
         rewards = [e.reward or 0.0 for _, group in chosen for e in group.episodes]
         trajectories = [t for _, group in chosen for e in group.episodes for t in e.trajectories]
         out[f"reward{prefix}"] = (float(sum(rewards)), len(rewards))

@@ -201,11 +201,6 @@ class Group:
     task: Task
     episodes: tuple[Episode, ...]
 
-    def oldest(self) -> int | None:
-        """The lowest version number that sampled any token, or `None` where nothing was sampled."""
-        numbers = [s.version.number for e in self.episodes for t in e.trajectories for s in t.spans]
-        return min(numbers, default=None)
-
 
 def group_id(task_id: str, attempt: int) -> str:
     return f"{task_id}#{attempt}"

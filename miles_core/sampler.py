@@ -137,19 +137,12 @@ class Sampler:
         `RewardError` for a reward that is not a number, and what engines and data raise; a lease that was aborted
         returns failed episodes.
         """
-        policy = self._policies[lease.policy]
+        policy, task, attempt = self._policies[lease.policy], lease.task, lease.attempt
         if sampling is None:
-            episodes = demonstrations(policy, lease.task, lease.attempt, group_size)
+            episodes = demonstrations(policy, task, attempt, group_size)
         else:
             episodes = await self._sampled(policy, lease, group_size, sampling, split)
-        return Group(
-            id=lease.group,
-            policy=policy.name,
-            slot=lease.slot,
-            attempt=lease.attempt,
-            task=lease.task,
-            episodes=episodes,
-        )
+        return Group(id=lease.group, policy=policy.name, slot=lease.slot, attempt=attempt, task=task, episodes=episodes)
 
     async def _sampled(
         self, policy: SamplingPolicy, lease: Lease, group_size: int, sampling: Sampling, split: str

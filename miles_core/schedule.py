@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from miles_core.admission import failed_episodes, fit_group, is_stale, limit, mask_stale, versions_of
+from miles_core.admission import check_versions, failed_episodes, fit_group, is_stale, limit, mask_stale, versions_of
 from miles_core.collaborators import Checkpoint, PolicySetup, Publisher, RolloutSink, RunResult, Sampler, Stop
 from miles_core.config.schema import EvalConfig, OnStale
 from miles_core.contracts.launcher import Tracker
@@ -181,6 +181,7 @@ class Loop:
         try:
             group = await self.sampler.run(lease, group_size=size, sampling=sampling, split=lease.split)
             if not self._closing:
+                check_versions(group, side.published)
                 accept(lease, group)
         except asyncio.CancelledError:
             if not self._closing:
@@ -287,6 +288,7 @@ class Loop:
         """Publish the consumed steps as a version. Policies that learn from demonstrations reach engines only when
         these are about to evaluate (`engines`)."""
         version = Version(policy=side.name, lineage=self.ledger.lineage, number=side.book.consumed)
+        side.published.add(version)
         receipts: Mapping[str, Any] = {}
         changed = side.changed or first
         if self.publisher is not None and (engines or not side.demonstrations):

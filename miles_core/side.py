@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from miles_core.collaborators import PolicySetup
 from miles_core.errors import StarvedError
 from miles_core.ledger import Ledger, Open
+from miles_core.records import Version
 
 #: What tells one failed episode from another; their reasons are counted without it.
 IDS = re.compile(r"((task .*?), episode .*?): |, (?:trajectories|answer) .*|(?<=request|episode) '[^']*'")
@@ -28,6 +29,7 @@ class Side:
         self.retries: Counter[int] = Counter()
         self.training = False
         self.changed = False
+        self.published: set[Version] = set()  # also what is being published: engines sample with it before all have it
         self.served = -1  # version number that engines serve
         self.dropped = self.ended = self.failed = 0  # leases, leases, episodes since the last step
 

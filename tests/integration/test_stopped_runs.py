@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from miles_core.cli.accounting import check_history
 from miles_core.config.compose import load
 from miles_core.files import Files
 from miles_core.journal import Journal, read
+from miles_core.records import Version
 from miles_core.run import RunDir
 from miles_core.testing.toys.backend import ToyBackend
 from miles_core.testing.toys.engine import ToyEngine
@@ -351,6 +353,24 @@ def test_the_first_error_of_any_side_surfaces_and_a_resume_goes_on(miles, resume
     stopped(said, code, f"RuntimeError: the {side} broke")
     [end] = events("run_end")
     assert end["status"] == code
+    resumes()
+
+
+@pytest.mark.parametrize("told", [{"number": 7}, {"policy": "critic"}, {"lineage": 1}, {"number": -1}], ids=str)
+def test_tokens_of_a_version_that_was_never_published_are_not_trained(miles, resumes, monkeypatch, told):
+    generate, asked = ToyEngine.generate, []
+
+    async def strange(self, request):
+        done, _ = await generate(self, request), asked.append(request)
+        if len(asked) != 6:
+            return done
+        return replace(done, spans=tuple(replace(s, version=replace(s.version, **told)) for s in done.spans))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ToyEngine, "generate", strange)
+        said = miles("run", "toy.yaml", *SMALL)
+    version = replace(Version(policy="main", lineage=0, number=1), **told)
+    stopped(said, "MILES-E600", f"tokens of {version}, which is no published version of 'main'", "engine 'toy'")
     resumes()
 
 

@@ -351,7 +351,7 @@ def test_demonstrations_take_turns_and_pair_up():
     assert trajectory.columns["tokens"].tolist() == [*map(ord, "p>first"), 1]
     assert trajectory.columns["origin"].tolist() == [Origin.PROMPT] * 2 + [Origin.DEMONSTRATION] * 6
     assert trajectory.columns["trainable"].tolist() == [False] * 2 + [True] * 6
-    assert one.episodes[0].reward is None and not trajectory.spans and one.oldest() is None
+    assert one.episodes[0].reward is None and not trajectory.spans
     next_time = run(sampler, FakeLease(attempt=1), size=1, sampling=None)
     assert next_time.episodes[0].trajectories[0].columns["tokens"].tolist() == [*map(ord, "p>second"), 1]
     pair = run(sampler, size=2, sampling=None)

@@ -20,9 +20,9 @@ def check_history(
     """Prove the accounting of a whole journal: every sentence returned is a broken promise.
 
     Held: every lease ends at most once (exactly once where the run `finished`, or went on on another lineage) and is
-    finished at most once; what was trained was finished before, and no group twice; batches hold `groups_per_step`
-    groups, their own slots under `order: slot`; steps follow one another; no trained token is older than
-    `max_staleness`.
+    finished at most once, with its own group; what was trained was finished before, and no group twice; batches hold
+    `groups_per_step` groups, their own slots under `order: slot`; steps follow one another; no trained token is older
+    than `max_staleness`, and the oldest is said.
     """
     history = History()
     found: list[str] = []
@@ -33,6 +33,7 @@ def check_history(
             entry = history.entries.get(header["lease"])
             if entry and entry.group_at and not entry.end:
                 found.append(f"lease {header['lease']} was finished twice")
+            found += _check_group(header, entry.lease if entry else {})
         elif frame.kind == "lineage":
             cut = tuple(header["cut"])
             settled, where = {*header["kept"], *header["dropped"], *header["returned"]}, f"lineage {header['lineage']}"
@@ -165,6 +166,20 @@ def check_metrics(frames: Sequence[Frame], lines: Iterable[Mapping[str, Any]]) -
     ]
 
 
+def _check_group(header: Mapping[str, Any], lease: Mapping[str, Any]) -> list[str]:
+    """A group is of its lease, and its tokens are of the versions that it names."""
+    group, name = header["group"], header["lease"]
+    found: list[str] = []
+    told = {key: group[key] for key in ("policy", "slot", "attempt")} | {"task": group["task"]["id"]}
+    for key, value in told.items() if lease else ():
+        if value != lease[key]:
+            found.append(f"lease {name} is of {key} {lease[key]!r}, and was finished with a group of {key} {value!r}")
+    named = {span[2] for *_, spans in header["trajectories"] for span in spans}
+    if named != set(range(len(header["versions"]))):
+        found.append(f"lease {name}: its tokens are of {len(named)} versions, {len(header['versions'])} are named")
+    return found
+
+
 def _check_batch(header: Mapping[str, Any], history: History, schedule: ScheduleConfig) -> list[str]:
     policy, step, leases = header["policy"], header["step"], header["leases"]
     where = f"step {step} of policy {policy} (lineage {header['lineage']})"
@@ -184,6 +199,11 @@ def _check_batch(header: Mapping[str, Any], history: History, schedule: Schedule
         old = entry.oldest is not None and step - entry.oldest > schedule.max_staleness
         if old and schedule.on_stale != "mask":
             found.append(f"{where}: lease {lease} holds a token of version {entry.oldest}")
+    oldest = min((entry.oldest for entry in entries if entry.oldest is not None), default=None)
+    if oldest is not None and schedule.on_stale == "mask":
+        oldest = max(oldest, step - schedule.max_staleness)
+    if header["oldest"] != oldest:
+        found.append(f"{where}: its oldest token is of version {oldest}, by its groups; it says {header['oldest']}")
     if header["oldest"] is not None and step - header["oldest"] > schedule.max_staleness:
         found.append(f"{where}: a token of version {header['oldest']} was trained")
     return found

@@ -313,11 +313,14 @@ def lease_frame(n, slot=None, position=None, policy="main"):
     return "lease", {**fields, "split": "train", "started_version": 0}
 
 
-def group_frame(n, number=0):
-    return "group", {"lease": f"l{n}", "versions": [["main", 0, number]]}
+def group_frame(n, number=0, versions=None, **other):
+    group = {"policy": "main", "slot": n, "attempt": 0, "task": {"id": f"toy:{n}"}} | other
+    spans = [["t", 3, "stop", 0, "toy", "token", [[1, 3, 0]]]]
+    versions = [["main", 0, number]] if versions is None else versions
+    return "group", {"lease": f"l{n}", "group": group, "trajectories": spans, "versions": versions}
 
 
-def trained(step, *leases, oldest=None, lineage=0):
+def trained(step, *leases, oldest=0, lineage=0):
     fields = {"policy": "main", "step": step, "lineage": lineage, "oldest": oldest}
     return "trained", {**fields, "leases": [f"l{n}" for n in leases]}
 
@@ -328,7 +331,13 @@ def end(n, what, why="x"):
 
 GOOD = (lease_frame(0), lease_frame(1), group_frame(0), group_frame(1), trained(0, 0, 1, oldest=0))
 RESUMED = {"lineage": 1, "cut": [0, 0], "steps": {}, "kept": [], "dropped": [], "returned": []}
-AGAIN = (lease_frame(3, 0), lease_frame(4, 1), group_frame(3), group_frame(4), trained(0, 3, 4, lineage=1))
+AGAIN = (
+    lease_frame(3, 0),
+    lease_frame(4, 1),
+    group_frame(3, slot=0),
+    group_frame(4, slot=1),
+    trained(0, 3, 4, lineage=1),
+)
 
 
 @pytest.mark.parametrize(
@@ -351,22 +360,51 @@ AGAIN = (lease_frame(3, 0), lease_frame(4, 1), group_frame(3), group_frame(4), t
         ((*GOOD[:4], trained(0, 0, 1, lineage=3)), ["step 0 of policy main (lineage 3): the journal is in lineage 0"]),
         (
             (*GOOD[:4], trained(0, 0, 1, oldest=-1)),
-            ["step 0 of policy main (lineage 0): a token of version -1 was trained"],
+            [
+                "step 0 of policy main (lineage 0): its oldest token is of version 0, by its groups; it says -1",
+                "step 0 of policy main (lineage 0): a token of version -1 was trained",
+            ],
         ),
         (
-            (*GOOD[:3], group_frame(1, -2), trained(0, 0, 1)),
-            ["step 0 of policy main (lineage 0): lease l1 holds a token of version -2"],
+            (*GOOD[:3], group_frame(1, -2), trained(0, 0, 1, oldest=-2)),
+            [
+                "step 0 of policy main (lineage 0): lease l1 holds a token of version -2",
+                "step 0 of policy main (lineage 0): a token of version -2 was trained",
+            ],
+        ),
+        (
+            (*GOOD[:3], group_frame(1, 1), trained(0, 0, 1, oldest=1)),
+            ["step 0 of policy main (lineage 0): its oldest token is of version 0, by its groups; it says 1"],
+        ),
+        ((*GOOD[:3], group_frame(1, versions=[]), GOOD[4]), ["lease l1: its tokens are of 1 versions, 0 are named"]),
+        (
+            (*GOOD[:3], group_frame(1, slot=0, task={"id": "toy:0"}), GOOD[4]),
+            [
+                "lease l1 is of slot 1, and was finished with a group of slot 0",
+                "lease l1 is of task 'toy:1', and was finished with a group of task 'toy:0'",
+            ],
         ),
         (
             (lease_frame(0), group_frame(0), trained(0, 0)),
             ["step 0 of policy main (lineage 0): 1 groups, 2 were due"],
         ),
         (
-            (*GOOD, lease_frame(2), lease_frame(3, position=0), group_frame(2, 1), group_frame(3, 1), trained(1, 2, 3)),
+            (
+                *GOOD,
+                *(lease_frame(2), lease_frame(3, position=0)),
+                *(group_frame(2, 1), group_frame(3, 1, task={"id": "toy:0"}), trained(1, 2, 3, oldest=1)),
+            ),
             ["group toy:0#0 of policy main was trained twice: leases l0 and l3"],
         ),
         (
-            (*GOOD[:2], lease_frame(2), lease_frame(3), group_frame(2, 1), group_frame(3, 1), trained(1, 2, 3)),
+            (
+                *GOOD[:2],
+                lease_frame(2),
+                lease_frame(3),
+                group_frame(2, 1),
+                group_frame(3, 1),
+                trained(1, 2, 3, oldest=1),
+            ),
             [
                 "step 1 of policy main was trained where step 0 was due",
                 "lease l0 has no end, and the run finished",

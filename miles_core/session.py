@@ -281,8 +281,8 @@ def _check(completion: Completion, tokens: Array, want: frozenset[str]) -> None:
             raise broken(f"{n} tokens and {name} of shape {array.shape} and dtype {array.dtype}")
     at = 0
     for span in completion.spans:
-        if span.start != at or span.end <= at:
-            raise broken(f"a version span {span.start}:{span.end} where one from {at} was due")
+        if span.start != at or span.end <= at or not type(span.start) is type(span.end) is int:  # of NumPy: not JSON
+            raise broken(f"a version span {span.start!r}:{span.end!r} where one from {at} was due")
         at = span.end
     if at != n:
         raise broken(f"version spans over {at} of {n} tokens")

@@ -16,13 +16,11 @@ from miles_core.records import Metric, Origin
 
 #: The argument of every `exp` is clamped to this range; beyond it the gradient is zero.
 EXP_LIMIT = 20.0
-#: Metric names whose last part starts so are combined by the maximum, not by the sum.
-MAX_PREFIX = "max_"
 
 
 def is_max(name: str) -> bool:
-    """Whether this metric's numerators are combined by the maximum."""
-    return name.rpartition("/")[2].startswith(MAX_PREFIX)
+    """Whether this metric's numerators are combined by the maximum, not by the sum: its last part says so."""
+    return name.rpartition("/")[2].startswith("max_")
 
 
 def add(total: dict[str, Metric], more: Mapping[str, Metric]) -> None:

@@ -104,6 +104,10 @@ class Sampling:
     top_k: int = 0
     stop: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            raise TypeError(f"stop={self.stop!r} would stop at each of its characters; give a tuple of strings")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ref:

@@ -45,9 +45,8 @@ class RemoteSampler:
 
     async def abort(self, lease_ids: Sequence[str]) -> None:
         by_rank: dict[int, list[str]] = {}
-        for lease in lease_ids:
-            if lease in self._where:
-                by_rank.setdefault(self._where[lease], []).append(lease)
+        for lease in filter(self._where.__contains__, lease_ids):
+            by_rank.setdefault(self._where[lease], []).append(lease)
         calls = (self._workers.call("abort", ids, rank=rank, timeout_s=60.0) for rank, ids in by_rank.items())
         await asyncio.gather(*calls)
 

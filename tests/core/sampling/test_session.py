@@ -190,6 +190,15 @@ def test_engine_answers_are_checked(options, why):
     assert isinstance(session.failure, EngineError)
 
 
+def test_a_stop_that_is_one_string_is_refused():
+    session, script = make("a")
+    with pytest.raises(TypeError, match="stop='END' would stop at each of its characters; give a tuple of strings"):
+        asyncio.run(session.sample(stop="END"))
+    assert not script.requests
+    asyncio.run(session.sample(stop=("END",)))
+    assert script.requests[0].sampling.stop == ("END",)
+
+
 def test_spans_must_follow_each_other():
     class Odd(Script):
         async def __call__(self, request):

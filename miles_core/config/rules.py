@@ -26,6 +26,10 @@ from miles_core.errors import CombinationError, ConfigRangeError, MilesError
 
 GROUP_BASELINES = ("group", "leave_one_out", "centred")
 
+#: Engines and trainers divide by these numbers in float32.
+TINY = 1e-30
+_HELD = f"from {TINY:g} to {1 / TINY:g}"
+
 #: What is wrong with a combination, and the fix.
 Wrong = Iterator[tuple[str, str]]
 
@@ -62,10 +66,12 @@ def _ranges(run_file: RunFile) -> Wrong:
             f"eval.engines is {run_file.eval.engines.value!r}, which is not built yet: engines of the pool evaluate",
             "write pool",
         )
+    if 0 < (hot := run_file.eval.temperature) < TINY or hot > 1 / TINY:
+        yield f"eval.temperature is {hot:g}; it must be 0, or above 0 ({_HELD})", "write 0, which is greedy, or 1.0"
     for part in run_file.engines.values():
-        if part.core.temperature <= 0:
+        if not TINY <= part.core.temperature <= 1 / TINY:
             yield (
-                f"{part.at}.temperature is {part.core.temperature:g}; sampling to train on needs one above 0",
+                f"{part.at}.temperature is {part.core.temperature:g}; sampling to train on needs one above 0 ({_HELD})",
                 "write 1.0; evaluations are greedy with eval.temperature: 0",
             )
         if "" in part.core.stop:
@@ -75,8 +81,8 @@ def _ranges(run_file: RunFile) -> Wrong:
                 f"{part.at}.stop holds half of a surrogate pair, which no answer can hold",
                 "write the character itself",
             )
-        if part.core.top_p <= 0:
-            yield f"{part.at}.top_p is {part.core.top_p:g}; it must be above 0", "write 1.0 to keep all"
+        if part.core.top_p < TINY:
+            yield f"{part.at}.top_p is {part.core.top_p:g}; it must be above 0 (from {TINY:g})", "write 1.0 to keep all"
 
 
 def _model(policy: Policy, run_file: RunFile, catalogue: Catalogue) -> Wrong:

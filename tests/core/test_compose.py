@@ -503,7 +503,11 @@ WRONG = [
     (ConfigRangeError, "eval.tasks=999999999", r"eval.tasks.*100000.*\n.*"),
     (ConfigRangeError, "rollout.temperature=0", r"rollout.temperature is 0; sampling to train on needs .*\n.*greedy.*"),
     (ConfigRangeError, "eval.engines=pinned", r"eval.engines is .pinned., which is not built yet.*\n.*pool"),
-    (ConfigRangeError, "rollout.top_p=0", r"rollout.top_p is 0; it must be above 0\n.*"),
+    (ConfigRangeError, "rollout.temperature=1e-40", r"rollout.temperature is 1e-40; .* above 0 \(from 1e-30 to .*\n.*"),
+    (ConfigRangeError, "rollout.temperature=1e40", r"rollout.temperature is 1e\+40; .*from 1e-30 to .*\n.*"),
+    (ConfigRangeError, "eval.temperature=1e-40", r"eval.temperature is 1e-40; it must be 0, or above .*\n.*"),
+    (ConfigRangeError, "rollout.top_p=0", r"rollout.top_p is 0; it must be above 0 .*\n.*"),
+    (ConfigRangeError, "rollout.top_p=1e-60", r"rollout.top_p is 1e-60; it must be above 0 \(from 1e-30.*\n.*"),
     (ConfigError, "run.seed", r"'run.seed' on the command line sets nothing\nFix: write key=value.*"),
     (ConfigError, "run.seed={", r"command line, run.seed, line 1 is no YAML: .*\n.*"),
 ]

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from miles_core.cli.leaving import GRACE_S, leave_within
+from miles_core.cli.streams import settle
 from miles_core.errors import EXIT_BAD_INPUT, EXIT_INTERNAL, EXIT_INTERRUPTED, MilesError
 
 #: Command -> module and attribute; a `typer.Typer` there becomes a group. A new command is one line.
@@ -73,6 +74,8 @@ def _root(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 fine, 1 findings, 2 bad input, 3 stopped, 70 internal error, 130 interrupted."""
+    if arguments is None:
+        settle()
     try:
         _main(arguments)
     except SystemExit as leaving:
@@ -88,14 +91,12 @@ def _main(arguments: Sequence[str] | None) -> None:
     only = given[0] if given and given[0] in COMMANDS else None
     try:
         code = build(only)(args=given, prog_name="miles", standalone_mode=False)
+        sys.stdout.flush()
     except MilesError as error:
         _say(str(error), wants_traceback)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
-    except BrokenPipeError:  # the reader of a pipe went away: `miles plugins | head`
-        sys.stderr.close()
-        sys.exit(0)
     except Exception as error:
         if hasattr(error, "format_message"):  # a usage error of the parser, whichever click typer brings
             context = getattr(error, "ctx", None)

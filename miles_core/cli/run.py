@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from miles_core.cli.leaving import GRACE_S, leave_within
+from miles_core.cli.streams import shout
 from miles_core.errors import EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError, MilesError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -95,15 +96,12 @@ def run(
 
 
 def _tell(text: str) -> None:
-    try:
-        print(text, file=sys.stderr, flush=True)
-    except BrokenPipeError:  # `2>&1 | head`: nobody reads it, and the run ends as it would; so does the last flush
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+    print(text, file=sys.stderr, flush=True)
 
 
 class _Interrupt:
     """What Ctrl-C (or SIGTERM) does. Before the run begins, the first ends the command; then the first finishes the
-    step, and the second stops at once. A handler may interrupt a print, hence `os.write`."""
+    step, and the second stops at once. A handler may interrupt a print, hence `shout`."""
 
     def __init__(self, stop: threading.Event, begun: threading.Event, go_on: str) -> None:
         self._stop, self._begun, self._go_on = stop, begun, go_on
@@ -113,11 +111,11 @@ class _Interrupt:
         if self._seen:
             # Every finished group was journalled when it finished; waiting for a thread would not be "at once".
             go_on = f". Go on: {self._go_on}" if self._begun.is_set() else ""
-            os.write(2, f"\nstopped at once{go_on}\n".encode())
+            shout(f"\nstopped at once{go_on}\n")
             os._exit(EXIT_INTERRUPTED)
         self._seen = True
         if not self._begun.is_set():
-            os.write(2, b"\ninterrupted before the run began\n")
+            shout("\ninterrupted before the run began\n")
             raise KeyboardInterrupt
         self._stop.set()
-        os.write(2, b"\nfinishing the step, then saving; Ctrl-C again stops at once\n")
+        shout("\nfinishing the step, then saving; Ctrl-C again stops at once\n")

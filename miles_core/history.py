@@ -25,6 +25,7 @@ class Entry:
     lease: Mapping[str, Any]
     leased_at: Position
     group_at: Position | None = None
+    finished_at: Position | None = None  # also where a resume gave the group up: another one may have kept it
     restorable: bool = False
     oldest: int | None = None  # lowest and highest version number that sampled for it
     newest: int = 0
@@ -49,7 +50,7 @@ class History:
         for lease in leases:
             entry = self.entries[lease["id"]] = Entry(lease=lease, leased_at=BEFORE, restorable=lease["restorable"])
             if lease["group_at"]:
-                entry.group_at = (lease["group_at"][0], lease["group_at"][1])
+                entry.group_at = entry.finished_at = (lease["group_at"][0], lease["group_at"][1])
             if lease["versions"]:
                 entry.oldest, entry.newest = lease["versions"]
 
@@ -66,7 +67,7 @@ class History:
         elif kind == "group":
             if entry := self._open(header["lease"], "finished"):
                 numbers = [v[2] for v in header["versions"]]
-                entry.group_at, entry.restorable = at, restorable(header)
+                entry.group_at, entry.finished_at, entry.restorable = at, at, restorable(header)
                 entry.oldest, entry.newest = min(numbers, default=None), max(numbers, default=0)
         elif kind == "trained":
             for lease in header["leases"]:
@@ -101,7 +102,7 @@ class History:
             self.problems.append(f"lineage {header['lineage']} builds on lease {lease}, which is not in the history")
         for lease, entry in self.entries.items():
             if lease in kept:
-                entry.end, entry.end_at = None, BEFORE
+                entry.end, entry.end_at, entry.group_at = None, BEFORE, entry.finished_at
             elif lease not in dropped and (entry.leased_at >= cut or entry.end is None or entry.end_at >= cut):
                 entry.end, entry.end_at = ("returned", f"resume {header['lineage']}"), cut
                 entry.group_at = None

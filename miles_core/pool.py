@@ -189,7 +189,7 @@ class Pool:
     async def generate_many(self, requests: Sequence[Request]) -> list[Completion | Exception]:
         """`generate` for requests of one policy that come together, a `DeadlineError` in the place of its answer.
         Members that can are asked for all of theirs at once; what does not end there goes on alone."""
-        deadline = asyncio.get_running_loop().time() + min(request.deadline_s for request in requests)
+        began = asyncio.get_running_loop().time()
         names = [n for n in self._candidates(requests[0].policy) if hasattr(self._members[n].engine, "generate_many")]
         names = sorted(names, key=lambda name: self._members[name].load)[: len(requests)]
         parts: dict[str, list[Completion]] = {}
@@ -198,7 +198,7 @@ class Pool:
         for i, some in enumerate([await asked[0]] if len(asked) == 1 else await finish_all(asked)):  # one needs no task
             found[i :: len(names)] = some
         if rest := [request for request, result in zip(requests, found, strict=True) if result is None]:
-            alone = [asyncio.ensure_future(self._alone(r, parts.get(r.id, ()), deadline)) for r in rest]
+            alone = [asyncio.ensure_future(self._alone(r, parts.get(r.id, ()), began + r.deadline_s)) for r in rest]
             try:
                 ended = iter(await asyncio.gather(*alone))
             finally:  # the first error stops the run: nobody waits for the others
@@ -225,15 +225,15 @@ class Pool:
         except asyncio.CancelledError:
             if not call.lost or call.task.uncancel():  # somebody else cancelled it too
                 raise
-            return found
+            return [_nothing(request) if request.id in call.aborted else None for request in requests]
         except Exception:
             return found  # each alone will meet it again, and deal with it
         finally:
             member.load -= len(ids)
             for request_id in ids:
                 del self._calls[request_id]
-        if len(results) != len(ids):
-            raise bad_answer(name, ids[0], f"{len(results)} answers to {len(ids)} requests")
+        if not isinstance(results, list | tuple) or len(results) != len(ids):
+            raise bad_answer(name, ids[0], f"{results!r:.80} where {len(ids)} answers were due")
         for i, result in enumerate(results):
             if isinstance(result, DeadlineError):
                 found[i] = result
@@ -265,17 +265,16 @@ class Pool:
                 name = self._pick(request)
                 if request.id in call.aborted:
                     return _joined(request, [*parts, _nothing(request)])
+                if parts and sum(map(_count, parts)) >= request.sampling.max_new_tokens:
+                    return _joined(request, parts)
                 if name is None:
                     await self._wait(request, deadline)
                     continue
                 done = await self._once(name, call, _rest(request, parts, deadline - loop.time()), failures)
                 if done is not None:
                     parts.append(self._named(done))
-                    ended = done.finish != Finish.ABORT or request.id in call.aborted
-                    if ended and len(parts) == 1:
-                        return parts[0]
-                    if ended or sum(_count(part) for part in parts) >= request.sampling.max_new_tokens:
-                        return _joined(request, parts)
+                    if done.finish != Finish.ABORT or request.id in call.aborted:
+                        return parts[0] if len(parts) == 1 else _joined(request, parts)
                     if not _count(done) and not self._members[name].held:
                         failures.append(f"{name}: ended the request without a token and without being asked")
                 if len(failures) >= ATTEMPTS:
@@ -340,7 +339,7 @@ class Pool:
 
     async def _once(self, name: str, call: _Call, request: Request, failures: list[str]) -> Completion | None:
         """One call of one member; `None` where the member was lost and the request may start elsewhere."""
-        member = self._members[name]
+        member, losses = self._members[name], self.losses[name]
         member.load += 1
         call.member = name
         try:
@@ -352,7 +351,9 @@ class Pool:
             return None
         except (EngineError, OSError) as error:
             # This call noticed; a quarantine, also one by another call, cancels the rest.
-            call.member, losses = "", self.losses[name]
+            call.member = ""
+            if call.lost:
+                call.task.uncancel()  # the engine's client made this error of it
             health = await self.health(name)
             if losses == self.losses[name]:  # else another call saw to it, and the member may be back already
                 if health.ok and not isinstance(error, OSError):
@@ -386,10 +387,12 @@ def _checked(name: str, request: Request, answer: Any) -> Completion:
         wrong = f"the answer to {answer.request!r}"
     elif not isinstance(answer.finish, Finish):
         wrong = f"finish {answer.finish!r}, which is no Finish"
-    elif np.ndim(tokens := (answer.columns or {}).get("tokens")) != 1:  # type: ignore[arg-type]
+    elif not isinstance(answer.columns, Mapping) or getattr(answer.columns.get("tokens"), "ndim", 0) != 1:
         wrong = "no column tokens"
-    elif len(tokens) > left:  # type: ignore[arg-type]
-        wrong = f"{len(tokens)} tokens, {left} were asked for"  # type: ignore[arg-type]
+    elif len(tokens := cast("Array", answer.columns["tokens"])) > left:
+        wrong = f"{len(tokens)} tokens, {left} were asked for"
+    elif not isinstance(answer.spans, tuple | list):
+        wrong = f"version spans {answer.spans!r:.80}"
     else:
         return answer
     raise bad_answer(name, request.id, wrong)

@@ -24,7 +24,15 @@ from miles_core.answers import plain_trajectories
 from miles_core.columns import CORE_COLUMNS, ColumnSpec, validate
 from miles_core.contracts.engine import Completion, Request
 from miles_core.contracts.environment import EpisodeContext, MultiTurn
-from miles_core.errors import DeadlineError, EngineError, InputError, LateDataError, MilesError, RewardError
+from miles_core.errors import (
+    DeadlineError,
+    EngineError,
+    InputError,
+    LateDataError,
+    MilesError,
+    PluginContractError,
+    RewardError,
+)
 from miles_core.records import (
     Episode,
     Finish,
@@ -193,14 +201,13 @@ class Sampler:
             same |= {"sampling": shared.sampling, "deadline_s": policy.deadline_s}
             seeds = [shared.seed_of(member, 0) for member in range(group_size)]
             requests = [Request(id=f"{lease.id}/{m}/0", seed=seed, **same) for m, seed in enumerate(seeds)]
-            for edit in self._edits:
-                requests = [edit(request) for request in requests]
+            if self._edits:
+                requests = [self._edited(request) for request in requests]
             shared.requests.update(request.id for request in requests)
             results = await self._generate_many(requests)
         except asyncio.CancelledError:
-            if not shared.ended:
+            if not shared.ended or task.uncancel():  # somebody else cancelled it too
                 raise
-            task.uncancel()
             return tuple(_failed(shared, member, shared.ended) for member in range(group_size))
         except Exception as error:
             results = [error] * group_size
@@ -241,7 +248,8 @@ class Sampler:
         if requests and self._abort_requests is not None:
             await self._abort_requests(requests)
         for shared in running:
-            self._end(shared, "aborted")
+            if shared.lease.id in self._running:  # else it ended meanwhile, and its task does something else
+                self._end(shared, "aborted")
 
     def _end(self, shared: _Shared, why: str) -> None:
         if not shared.ended:
@@ -290,14 +298,24 @@ class Sampler:
     async def _ask(self, shared: _Shared, request: Request) -> tuple[Completion, Mapping[str, Any]]:
         """What sessions sample with: the pool, with the run's extensions around it."""
         assert self._generate is not None
-        for edit in self._edits:
-            request = edit(request)
+        request = self._edited(request)
         shared.requests.add(request.id)
         try:
             completion = await self._generate(request)
         finally:
             shared.requests.discard(request.id)
         return completion, self._extra(shared, request, completion)
+
+    def _edited(self, request: Request) -> Request:
+        """What extensions make of a request. Trajectories say how they were sampled: that stays as it was."""
+        sent = request
+        for edit in self._edits:
+            sent = edit(sent)
+        kept = "id", "policy", "sampling", "resume"
+        if sent is not request and any(getattr(sent, key, edit) is not getattr(request, key) for key in kept):
+            what = f"an extension made {sent!r:.300} of request {request.id!r}; its {', '.join(kept)} must stay"
+            raise PluginContractError(what, fix="edit what else a request has, or set rollout.* in the run file")
+        return sent
 
     def _extra(self, shared: _Shared, request: Request, completion: Completion) -> Mapping[str, Any]:
         """What a completion has beside the columns that every engine gives."""
@@ -363,9 +381,8 @@ def _ended(shared: _Shared, member: int, error: BaseException, failure: BaseExce
     """The failed episode that `error` leaves; `failure` is what its session met before. Raises what stops the run.
     `sys.exit()` in a reward fails its episode, and not the event loop."""
     if isinstance(error, asyncio.CancelledError):
-        if not shared.ended:
+        if not shared.ended or cast("asyncio.Task[Any]", asyncio.current_task()).uncancel():
             raise error
-        cast("asyncio.Task[Any]", asyncio.current_task()).uncancel()
         return _failed(shared, member, shared.ended)
     for cause in (failure, error):
         if _stops(cause):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -395,7 +396,8 @@ class Loop:
         for side in self._sides:
             if side.tasks:
                 aborting = self.sampler.abort(list(side.tasks))
-                await self._within(aborting, f"aborting what policy {side.name!r} still samples")
+                with suppress(Exception):  # what is abandoned may fail as it likes; the step is saved
+                    await self._within(aborting, f"aborting what policy {side.name!r} still samples")
             await cancel(side.tasks.values())
             for lease in self.ledger.in_flight(side.name):
                 self.ledger.give_back(lease, f"run {why}")

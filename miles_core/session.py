@@ -270,7 +270,7 @@ def _check(completion: Completion, tokens: Array, want: frozenset[str]) -> None:
     """An engine's answer at the border: `EngineError` names engine and request."""
     broken = partial(bad_answer, completion.engine, completion.request)
     n = len(tokens)
-    if n and (tokens.dtype.kind not in "iu" or tokens.min() < 0 or tokens.max() >= 2**31):
+    if not _are_ids(tokens):
         raise broken(f"tokens that are no ids: {tokens.tolist()!r:.100}")
     for name in ("logprobs", "keep_counts"):
         column = completion.columns.get(name)
@@ -279,6 +279,10 @@ def _check(completion: Completion, tokens: Array, want: frozenset[str]) -> None:
             raise broken(f"no column {name}, which it promises to give")
         if column is not None and ((array := np.asarray(column)).shape != (n,) or array.dtype.kind not in "fiu"):
             raise broken(f"{n} tokens and {name} of shape {array.shape} and dtype {array.dtype}")
+    if "keep_counts" in completion.columns or "keep_ids" in want:
+        counts, kept = (np.asarray(completion.columns.get(name)) for name in ("keep_counts", "keep_ids"))
+        if counts.dtype.kind not in "iu" or not _are_ids(kept) or (n and counts.min() < 0) or counts.sum() != len(kept):
+            raise broken(f"keep_counts {counts.tolist()!r:.60} and keep_ids {kept.tolist()!r:.60}, which do not fit")
     at = 0
     for span in completion.spans:
         if span.start != at or span.end <= at or not type(span.start) is type(span.end) is int:  # of NumPy: not JSON
@@ -286,3 +290,7 @@ def _check(completion: Completion, tokens: Array, want: frozenset[str]) -> None:
         at = span.end
     if at != n:
         raise broken(f"version spans over {at} of {n} tokens")
+
+
+def _are_ids(ids: Array) -> bool:
+    return ids.ndim == 1 and (not len(ids) or bool(ids.dtype.kind in "iu" and ids.min() >= 0 and ids.max() < 2**31))

@@ -65,8 +65,9 @@ def check_history(
 
 def check_versions(frames: Iterable[Frame]) -> list[str]:
     """Every version that sampled a trained token had been published: with the receipts of the engines that served it,
-    or as the alias of a version that had."""
+    or as the alias of the version before it, which had."""
     verified: set[tuple[str, int, int]] = set()
+    before: dict[tuple[str, int], int] = {}  # policy and lineage -> the number that was published last
     sampled_by: dict[str, list[tuple[str, int, int]]] = {}
     found: list[str] = []
     for frame in frames:
@@ -74,7 +75,8 @@ def check_versions(frames: Iterable[Frame]) -> list[str]:
         if frame.kind == "published":
             policy, lineage, number = (header[key] for key in ("policy", "lineage", "number"))
             receipts = header["engines"].values()
-            alias = not receipts and not header["changed"] and (policy, lineage, number - 1) in verified
+            last, before[policy, lineage] = before.get((policy, lineage)), number
+            alias = not receipts and not header["changed"] and (policy, lineage, last) in verified
             if alias or (receipts and all(evidence and root for evidence, root in receipts)):
                 verified.add((policy, lineage, number))
         elif frame.kind == "group":

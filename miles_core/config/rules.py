@@ -28,7 +28,6 @@ GROUP_BASELINES = ("group", "leave_one_out", "centred")
 
 #: Engines and trainers divide by these numbers in float32.
 TINY = 1e-30
-_HELD = f"from {TINY:g} to {1 / TINY:g}"
 
 #: What is wrong with a combination, and the fix.
 Wrong = Iterator[tuple[str, str]]
@@ -67,22 +66,19 @@ def _ranges(run_file: RunFile) -> Wrong:
             "write pool",
         )
     if 0 < (hot := run_file.eval.temperature) < TINY or hot > 1 / TINY:
-        yield f"eval.temperature is {hot:g}; it must be 0, or above 0 ({_HELD})", "write 0, which is greedy, or 1.0"
+        yield f"eval.temperature is {hot:g}; it must be 0, or from 1e-30 to 1e30", "write 0, which is greedy, or 1.0"
     for part in run_file.engines.values():
         if not TINY <= part.core.temperature <= 1 / TINY:
             yield (
-                f"{part.at}.temperature is {part.core.temperature:g}; sampling to train on needs one above 0 ({_HELD})",
+                f"{part.at}.temperature is {part.core.temperature:g}; training needs one above 0 (1e-30 to 1e30)",
                 "write 1.0; evaluations are greedy with eval.temperature: 0",
             )
         if "" in part.core.stop:
             yield f"{part.at}.stop holds an empty string, which ends every answer at once", "remove it"
         if any("\ud800" <= character <= "\udfff" for stop in part.core.stop for character in stop):
-            yield (
-                f"{part.at}.stop holds half of a surrogate pair, which no answer can hold",
-                "write the character itself",
-            )
+            yield f"{part.at}.stop holds half of a surrogate pair, and no answer does", "write the whole character"
         if part.core.top_p < TINY:
-            yield f"{part.at}.top_p is {part.core.top_p:g}; it must be above 0 (from {TINY:g})", "write 1.0 to keep all"
+            yield f"{part.at}.top_p is {part.core.top_p:g}; it must be above 0 (1e-30 to 1)", "write 1.0 to keep all"
 
 
 def _model(policy: Policy, run_file: RunFile, catalogue: Catalogue) -> Wrong:

@@ -35,7 +35,9 @@ class OnConfig(Protocol):
 
 
 class EditsRequests(Protocol):
-    def request(self, request: Request) -> Request: ...
+    def request(self, request: Request) -> Request:
+        """The request with more to ask for. `id`, `policy`, `sampling` and `resume` stay: trajectories and accounts
+        say what they were."""
 
 
 class CollectsColumns(Protocol):

@@ -213,7 +213,7 @@ def kl(d: Array, estimator: Estimator) -> Array:
 def _by_group(reward: Array, group_of: Array, formula: Callable[[list[float]], list[float]]) -> Array:
     """`formula` of each group's rewards, float64 [episodes]; NaN for episodes without a reward. A group's rewards are
     so few that Python's numbers cost less than arrays do."""
-    values: list[float] = reward.astype(np.float64).tolist()
+    values: list[float] = (reward.astype(np.float64) + 0.0).tolist()  # -0.0 is 0.0, in whatever order they come
     members: dict[int, list[int]] = {}
     for i, (g, value) in enumerate(zip(group_of.tolist(), values, strict=True)):
         if not math.isnan(value):
@@ -238,7 +238,5 @@ def _scaled(values: list[float], ddof: int, eps: float) -> list[float]:
     """(x − mean) / (std + eps); 0 where nothing differs, so also for one value."""
     centred = _centred(values)
     square = math.fsum([value * value for value in centred])
-    if square == 0:
-        return centred
-    scale = math.sqrt(square / (len(values) - ddof)) + eps
-    return [value / scale for value in centred]
+    scale = math.sqrt(square / (len(values) - ddof)) + eps if square else 0.0
+    return [value / scale for value in centred] if scale else centred

@@ -13,7 +13,7 @@ MAX_NUMERICS, MAX_FILE = 2500, 400
 MAX_VERIFYING = 500  # decision 0008
 #: Decision 0006: what happens once a run has begun, what happens before, and the shapes that plugins keep.
 MAX_RUN, MAX_BEFORE, MAX_CONTRACTS = 5000, 2000, 500
-BEFORE = {"config", "discovery.py", "compatibility.py", "treehash.py", "vocabulary.py", "prepare.py"}
+BEFORE = {"config", "discovery.py", "compatibility.py", "treehash.py", "vocabulary.py", "prepare.py", "export.py"}
 ELSEWHERE = {"cli", "testing", "numerics", "builtin", "verifying"}  # decisions 0005 and 0008
 
 

@@ -460,6 +460,40 @@ def test_resumes_from_any_checkpoint_in_any_order_break_no_promise(order, tmp_pa
     assert check_history(list(read(tmp_path / "journal")), schedules) == []
 
 
+@pytest.mark.parametrize("order", [[2], [1, 2], [1, 1, 2], [2, 1, 2]], ids=str)
+def test_a_group_that_waited_at_a_checkpoint_is_its_own_whatever_came_in_between(order, tmp_path):
+    schedules, kept = {"main": replace(STRICT, order="ready", max_staleness=2)}, {}
+    journal = Journal(tmp_path / "journal")
+    ledger = Ledger(journal, schedules)
+    publish(ledger, 0)
+
+    def step(number):
+        leases = [entry.lease for entry in ledger.waiting("main")]
+        while len(leases) < 2:
+            leases.append(take(ledger))
+            ledger.finish(leases[-1], group_of(leases[-1], number))
+        ledger.claim("main", leases)
+        ledger.trained("main", number, leases, number)
+        publish(ledger, number + 1)
+
+    for number in range(2):
+        step(number)
+        if number == 1:
+            ledger.finish(waits := take(ledger), group_of(waits, 2))
+        kept[number + 1] = json.loads(json.dumps(ledger.snapshot()))
+    journal.close()
+    for number in order:
+        journal = Journal(tmp_path / "journal")
+        ledger = Ledger.resume(kept[number], journal, schedules)
+        publish(ledger, number)
+        if number == 2:
+            step(2)
+        else:
+            take(ledger)
+        journal.close()
+    assert check_history(list(read(tmp_path / "journal")), schedules) == []
+
+
 def published(number, changed=True, receipts=(("live", "r"),)):
     engines = {f"e{i}": list(receipt) for i, receipt in enumerate(receipts)}
     return "published", {"policy": "main", "lineage": 0, "number": number, "changed": changed, "engines": engines}
@@ -470,6 +504,7 @@ def published(number, changed=True, receipts=(("live", "r"),)):
     [
         ([published(0)], True),
         ([published(-1), published(0, changed=False, receipts=())], True),  # an alias of what was verified
+        ([published(-2), published(0, changed=False, receipts=())], True),  # of the last one: publish_every
         ([], False),
         ([published(1)], False),
         ([published(0, receipts=())], False),

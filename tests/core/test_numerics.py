@@ -384,3 +384,16 @@ def test_mismatch_of_a_step_leaves_demonstrations_out():
     batch = batch_of([[[4]]], [[1, 1, 1, 0]], origin=origin, **columns)
     sampled = mismatch(columns["proximal_logprobs"], behaviour, np.array([True, True, False, False]))
     assert host.batch_mismatch(batch) == sampled and sampled["mismatch/abs"] == (0.5, 2.0)
+
+
+def test_zeros_have_no_sign_and_rewards_that_all_but_agree_no_scale():
+    group = np.zeros(2, np.int64)
+    for rewards in ([0.0, -0.0], [-0.0, 0.0]):
+        reward = np.array(rewards)
+        for found in (
+            host.centred_advantages(reward, group),
+            host.leave_one_out_advantages(reward, group),
+            host.batch_advantages(reward, eps=0.0),
+        ):
+            assert np.signbit(found).tolist() == [False, False]
+    assert host.batch_advantages(np.array([0.0, 3e-162]), eps=0.0).tolist() == pytest.approx([-1.5e-162, 1.5e-162])

@@ -352,6 +352,22 @@ def test_a_stop_request_finishes_the_step_saves_and_can_go_on(folder, tmp_path):
     assert sim.weights == whole.weights and sim.trained == whole.trained
 
 
+def test_a_stop_request_saves_where_what_is_abandoned_fails(folder):
+    """Ctrl-C reaches the whole process group: engines may die of it."""
+
+    async def abort(lease_ids):
+        raise OSError("connection refused")
+
+    schedule = replace(SMALL, max_staleness=2, order="ready")
+    sim = Simulation(Scenario(schedule=schedule, steps=9, long=0.5, train_s=0.1), folder)
+    sim.sampler.abort = abort
+    sim.stop_after = 2
+    assert sim.run().status == "interrupted" and sorted(sim.checkpoints) == [2]
+    sim.stop_after = None
+    assert sim.run().status == "finished"
+    proven(sim)
+
+
 def test_a_stop_request_starts_nothing_beyond_the_step(folder):
     sim = Simulation(Scenario(schedule=replace(SMALL, max_staleness=2), steps=20), folder)
     sim.stop_after = 3

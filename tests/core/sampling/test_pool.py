@@ -382,9 +382,9 @@ def test_errors_of_single_requests_and_deadlines():
 def test_another_number_of_answers_than_of_requests_stops_the_run():
     async def main():
         pool, engines = together(1)
-        for spoil in (lambda results: results[1:], lambda results: [*results, results[0]]):
+        for spoil in (lambda results: results[1:], lambda results: [*results, results[0]], lambda results: None, iter):
             engines["e0"].spoil = spoil
-            with pytest.raises(EngineError, match=r"engine 'e0' answered request 'r0' with \d answers to 3 requests"):
+            with pytest.raises(EngineError, match=r"engine 'e0' answered request 'r0' with .*where 3 answers were due"):
                 await pool.generate_many(requests(3))
         assert not pool._calls and pool._members["e0"].load == 0
 
@@ -527,6 +527,9 @@ def test_the_loss_of_another_member_excuses_no_error():
         (lambda done: replace(done, finish="stop"), "finish 'stop', which is no Finish"),
         (lambda done: replace(done, columns=None), "no column tokens"),
         (lambda done: replace(done, columns={}), "no column tokens"),
+        (lambda done: replace(done, columns=[1]), "no column tokens"),
+        (lambda done: replace(done, columns={"tokens": [[1], [1, 2]]}), "no column tokens"),
+        (lambda done: replace(done, spans=None), "version spans None"),
         (lambda done: replace(done, columns={"tokens": 5}), "no column tokens"),
         (lambda done: replace(done, columns={"tokens": np.zeros((2, 1), np.int32)}), "no column tokens"),
         (lambda done: replace(done, columns={"tokens": np.zeros(3, np.int32)}), "3 tokens, 2 were asked for"),
@@ -577,5 +580,80 @@ def test_answers_in_another_order_than_the_requests_stop_the_run():
         engines["e0"].spoil = lambda results: results[::-1]
         with pytest.raises(EngineError, match="answered request 'r0' with the answer to 'r1'"):
             await pool.generate_many(requests(2))
+
+    asyncio.run(main())
+
+
+def test_each_request_of_a_batch_has_its_own_deadline():
+    async def main():
+        pool, engines = together(1)
+        engines["e0"].limit = 1
+        short, long = request("r0", deadline_s=0.1), request("r1", deadline_s=5.0)
+        task = asyncio.create_task(pool.generate_many([short, long]))
+        await asyncio.sleep(0.02)
+        await pool.hold("e0", "abort")
+        await asyncio.sleep(0.15)
+        assert not task.done()
+        engines["e0"].limit = 100
+        await pool.release("e0")
+        first, second = await task
+        assert isinstance(first, DeadlineError) and tokens(second) == [0, 1, 2, 3]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_what_was_aborted_does_not_begin_again_where_its_member_is_lost(many):
+    async def main():
+        pool, engines = together(2)
+        for engine in engines.values():
+            engine.limit = 1
+        asked = pool.generate_many(requests(1)) if many else pool.generate(requests(1)[0])
+        task = asyncio.create_task(asked)
+        await asyncio.sleep(0.02)
+        (name,) = [name for name, member in pool._members.items() if member.load]
+
+        async def hangs(request_ids=None):
+            await asyncio.sleep(0.05)
+
+        engines[name].abort = hangs
+        aborting = asyncio.create_task(pool.abort(["r0"]))
+        await asyncio.sleep(0.01)
+        pool.quarantine(name, "gone")
+        done = (await task)[0] if many else await task
+        await aborting
+        assert done.finish == Finish.ABORT and tokens(done) == []
+
+    asyncio.run(main())
+
+
+def test_a_batch_that_is_aborted_with_all_of_its_tokens_is_complete():
+    async def main():
+        pool, engines = together(1)
+        engines["e0"].spoil = lambda results: [replace(done, finish=Finish.ABORT) for done in results]
+        (done,) = await pool.generate_many(requests(1))
+        assert (done.finish, tokens(done), engines["e0"].seen) == (Finish.LENGTH, [0, 1], ["r0"])
+
+    asyncio.run(main())
+
+
+def test_a_client_that_makes_its_own_error_of_a_cancellation():
+    class Client(FakeEngine):
+        async def generate(self, request):
+            try:
+                return await super().generate(request)
+            except asyncio.CancelledError:
+                raise EngineError("the connection was cancelled", fix="x") from None
+
+    async def main():
+        engines = {"e0": Client("e0"), "e1": FakeEngine("e1")}
+        pool = Pool(engines)
+        for name in engines:
+            admit(pool, name)
+        engines["e0"].gate.clear()
+        task = asyncio.create_task(pool.generate(request()))
+        await asyncio.sleep(0.01)
+        pool.quarantine("e0", "gone")
+        assert tokens(await task) == [0, 1, 2, 3] and task.cancelling() == 0
 
     asyncio.run(main())

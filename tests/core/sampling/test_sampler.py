@@ -8,7 +8,15 @@ import pytest
 from sampling_fakes import FakeEngine, FakeRenderer, admit, answer
 
 from miles_core.columns import CORE_COLUMNS, ColumnSpec, Level
-from miles_core.errors import DataError, DeadlineError, EngineError, LateDataError, QuorumError, RewardError
+from miles_core.errors import (
+    DataError,
+    DeadlineError,
+    EngineError,
+    LateDataError,
+    PluginContractError,
+    QuorumError,
+    RewardError,
+)
 from miles_core.pool import Pool
 from miles_core.records import Finish, Origin, Sampling, Score, Status, Task
 from miles_core.remote import RemoteSampler, SamplerEndpoint
@@ -482,13 +490,75 @@ def test_a_deadline_ends_every_episode_of_a_group_that_waits_while_it_is_judged(
     asyncio.run(main())
 
 
-def test_an_extension_may_ask_for_more_tokens(together):
+EDITS = {
+    "sampling": lambda request: replace(request, sampling=replace(request.sampling, temperature=2.0)),
+    "length": lambda request: replace(request, sampling=replace(request.sampling, max_new_tokens=20)),
+    "id": lambda request: replace(request, id="other"),
+    "policy": lambda request: replace(request, policy="critic"),
+    "resume": lambda request: replace(request, resume=np.zeros(3, np.int32)),
+    "nothing": lambda request: None,
+}
+
+
+@pytest.mark.parametrize("what", EDITS)
+def test_an_extension_may_not_edit_what_trajectories_say_of_a_request(together, what):
+    class Odd:
+        request = staticmethod(EDITS[what])
+
+    sampler, asked = make(Env(), extensions=[Odd()])
+    with pytest.raises(PluginContractError, match=r"an extension made .* its id, policy, sampling, resume must stay"):
+        run(sampler)
+    assert not asked
+
+
+def test_an_extension_may_edit_what_else_a_request_has(together):
     class More:
         def request(self, request):
-            return replace(request, sampling=replace(request.sampling, max_new_tokens=20))
+            return replace(request, want=request.want | {"more"}, deadline_s=7.0, seed=3)
 
-    async def generate(request):
-        return answer(request, "twelve tokens")
-
-    sampler, _ = make(Env(), generate, extensions=[More()])
+    sampler, asked = make(Env(), extensions=[More()])
     assert [e.status for e in run(sampler).episodes] == [Status.OK] * 2
+    assert [(r.want, r.deadline_s, r.seed) for r in asked] == [(frozenset({"more"}), 7.0, 3)] * 2
+
+
+def test_a_late_abort_leaves_whoever_has_gone_on_alone():
+    async def main():
+        lease, done = FakeLease(), asyncio.Event()
+
+        async def generate(request):
+            await asyncio.sleep(0.01)
+            return answer(request, "ok")
+
+        async def abort_requests(ids):
+            await done.wait()  # the engine ends them at once and takes a moment to say so
+
+        sampler, _ = make(Env(), generate, abort_requests=abort_requests)
+
+        async def worker():
+            group = await sampler.run(lease, group_size=2, sampling=SAMPLING, split="train")
+            done.set()
+            await asyncio.sleep(0.02)  # to send it on
+            return group
+
+        task = asyncio.create_task(worker())
+        await asyncio.sleep(0.005)
+        await sampler.abort([lease.id])
+        assert [e.status for e in (await task).episodes] == [Status.OK] * 2 and task.cancelling() == 0
+
+    asyncio.run(main())
+
+
+def test_a_cancellation_from_outside_is_not_lost_in_a_deadline():
+    async def main():
+        async def generate(request):
+            await asyncio.sleep(5)
+
+        sampler, _ = make(Env(), generate)
+        task = asyncio.create_task(sampler.run(FakeLease(), group_size=2, sampling=SAMPLING, split="train"))
+        await asyncio.sleep(0.01)
+        sampler._end(sampler._running["L1"], "passed its deadline")
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(task, 1)
+
+    asyncio.run(main())

@@ -181,6 +181,13 @@ def test_unknown_parent_and_mixed_distributions():
         ({"tokens": np.array([3, -1])}, r"tokens that are no ids: \[3, -1\]"),
         ({"tokens": np.array([3, 2**33])}, "tokens that are no ids"),
         ({"tokens": np.array([3.5, 1.0])}, "tokens that are no ids"),
+        ({"keep_counts": np.array([1, 1])}, r"keep_counts \[1, 1\] and keep_ids None, which do not fit"),
+        ({"keep_counts": np.array([1, 2]), "keep_ids": np.array([4, 5])}, "which do not fit"),
+        ({"keep_counts": np.array([-1, 3]), "keep_ids": np.array([4, 5])}, "which do not fit"),
+        ({"keep_counts": np.array([1.0, 1.0]), "keep_ids": np.array([4, 5])}, "which do not fit"),
+        ({"keep_counts": np.array([1, 1]), "keep_ids": np.array([4, -5])}, "which do not fit"),
+        ({"keep_counts": np.array([1, 1]), "keep_ids": np.array(["a", "b"])}, "which do not fit"),
+        ({"keep_counts": np.array([1, 1]), "keep_ids": np.array([[4], [5]])}, "which do not fit"),
     ],
 )
 def test_engine_answers_are_checked(options, why):

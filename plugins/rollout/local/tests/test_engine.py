@@ -7,6 +7,7 @@ import collections
 import gc
 import threading
 from dataclasses import replace
+from decimal import Decimal
 from types import SimpleNamespace
 from typing import Any
 
@@ -501,6 +502,9 @@ ODD: dict[str, dict[str, Any]] = {
     "no seed": {"seed": None},
     "no deadline": {"deadline_s": None},
     "a deadline that is no number": {"deadline_s": float("nan")},
+    "a deadline of another kind of number": {"deadline_s": Decimal("0.3")},
+    "a deadline in an array": {"deadline_s": np.array(0.3)},
+    "half a deadline": {"deadline_s": np.float16(0.3)},
     "half a character to stop at": {"sampling": Sampling(max_new_tokens=4, stop=("\ud800",))},
 }
 ODD |= {
@@ -510,7 +514,7 @@ ODD |= {
         "temperature": ("hot", None, float("nan"), float("inf"), -1.0, 2**2000, 1e-60, 1e-40),
         "top_p": ("1", None, float("nan"), -1, 0, 2, [0.5], 1e-60),
         "top_k": ("3", None, 2.5, -3, 2**70, float("nan")),
-        "stop": ("ab", 5, (5,), ("",)),  # a bare string would stop at each of its characters
+        "stop": (5, (5,), ("",)),
     }.items()
     for value in values
 }

@@ -469,7 +469,7 @@ class LocalEngine:
 def _seconds(request: Request) -> float:
     """Its deadline. One that is no number never comes, and the worker refuses the request."""
     given = request.deadline_s
-    return given if isinstance(given, Real) and given <= _EVER_S else _EVER_S  # type: ignore[return-value]
+    return max(given, 0.0) if isinstance(given, float | int) and given <= _EVER_S else _EVER_S
 
 
 def _wake(waiting: Sequence[asyncio.Future[None]]) -> None:

@@ -48,7 +48,7 @@ class Job:
     def open(self, prompt: Array, max_length: int) -> None:
         """Get ready to be sampled: `prompt` int64 [n] is the request's. Raises for a request that cannot be read."""
         request, resume = self.request, self.request.resume
-        if math.isnan(request.deadline_s):
+        if not isinstance(request.deadline_s, float | int) or math.isnan(request.deadline_s):
             raise ValueError("its deadline is no number")
         self.seed = operator.index(request.seed) & _SEED_BITS
         self.prompt = prompt

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from miles_core.run import RunDir
+
 HERE = Path(__file__).parent
 MILES = str(Path(sys.executable).with_name("miles"))
 
@@ -17,9 +19,28 @@ MILES = str(Path(sys.executable).with_name("miles"))
 def miles(*arguments: str) -> None:
     """Run one `miles` command where the user can see it; stop with its exit code."""
     print(f"\n$ miles {' '.join(arguments)}", flush=True)
-    done = subprocess.run([MILES, *arguments])
-    if done.returncode:
-        sys.exit(done.returncode)
+    process = subprocess.Popen([MILES, *arguments])
+    while (code := _ended(process)) is None:
+        pass
+    if code:
+        sys.exit(code)
+
+
+def _ended(process: subprocess.Popen[bytes]) -> int | None:
+    """Its exit code. Ctrl-C reaches the command too, which saves and says how to go on: let it."""
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        return None
+
+
+def is_done(run: Path) -> bool:
+    """Whether a run has all of its steps."""
+    if not (run / "resolved.yaml").is_file():
+        return False
+    opened = RunDir.open(run)
+    latest = opened.latest()
+    return latest is not None and latest.step >= opened.tree()["run"]["steps"]
 
 
 def free_name(runs: Path, name: str) -> str:
@@ -38,7 +59,7 @@ def main() -> None:
     seed, runs = options.seed, options.runs
 
     warmup = runs / ("warmup" if seed == 7 else f"warmup-seed{seed}")
-    if (warmup / "checkpoints").is_dir() and any(warmup.glob("checkpoints/*/COMMIT")):
+    if is_done(warmup):
         print(f"reusing the warm-up in {warmup}")
     else:
         resume = ["--resume"] if warmup.exists() else []
@@ -63,8 +84,8 @@ What to type next (`miles` is {MILES}; `. .venv/bin/activate` puts it on the pat
       the rollouts of another step
   miles config show recipes/quickstart.yaml
       what the run file means, and where each value comes from
-  miles plan recipes/quickstart.yaml
-      what would run, and which promises hold
+  miles plan {run}
+      what ran, and which promises hold
   miles run recipes/quickstart.yaml run.name=mine optimizer.lr=2e-4 model.source={warmup}
       a run of your own
   miles export {run} exported/

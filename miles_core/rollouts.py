@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,8 @@ from miles_core.waits import GO_ON
 
 GROUPS_A_STEP = 4
 EPISODES_A_GROUP = 4
+_WRITTEN = (Origin.SAMPLED, Origin.DEMONSTRATION)
+_SAID = (Origin.ENVIRONMENT,)
 
 
 @dataclass(frozen=True)
@@ -58,14 +59,16 @@ def _prefix(side: str) -> str:
 
 def _line(group: Group, episode: Episode, text: Callable[[Any], str], learnt: Mapping[str, float]) -> dict[str, Any]:
     prompt = group.task.prompt
-    own = [_own(trajectory) for trajectory in episode.trajectories]
+    origins = [np.asarray(trajectory.columns["origin"]).tolist() for trajectory in episode.trajectories]
+    pairs = list(zip(episode.trajectories, origins, strict=True))
     return {
         "v": 1,
         "policy": group.policy,
         "episode": episode.id,
         "prompt": prompt if isinstance(prompt, str) else _chat(prompt),
         "expected": group.task.answer,
-        "turns": [_turns(*pair, text) for pair in zip(episode.trajectories, own, strict=True)],
+        "turns": [_turns(*pair, _WRITTEN, text) for pair in pairs],
+        "between": [_turns(*pair, _SAID, text) for pair in pairs],
         "reward": episode.reward,
         "components": dict(episode.components),
         "learnt": dict(learnt),
@@ -74,7 +77,7 @@ def _line(group: Group, episode: Episode, text: Callable[[Any], str], learnt: Ma
         "error": episode.error,
         "finish": [t.finish.value for t in episode.trajectories],
         "tokens": [t.length for t in episode.trajectories],
-        "written": [sum(written) for written in own],
+        "written": [sum(map(of.count, _WRITTEN)) for of in origins],
         "versions": sorted({str(s.version) for t in episode.trajectories for s in t.spans}),
     }
 
@@ -83,17 +86,13 @@ def _chat(messages: tuple[Message, ...]) -> str:
     return "\n".join(f"{m.role}: {m.content}" for m in messages)
 
 
-def _turns(trajectory: Trajectory, written: Sequence[bool], text: Callable[[Any], str]) -> list[str]:
-    """What the model (or the demonstration) wrote, one string a contiguous turn."""
+def _turns(trajectory: Trajectory, origins: Sequence[int], of: Sequence[int], text: Callable[[Any], str]) -> list[str]:
+    """Text of the tokens whose origin is one `of` these, one string a contiguous turn."""
+    if not any(origin in origins for origin in of):
+        return []
     tokens = np.asarray(trajectory.columns["tokens"]).tolist()
-    turns = itertools.groupby(zip(written, tokens, strict=True), key=operator.itemgetter(0))
+    turns = itertools.groupby(zip(origins, tokens, strict=True), key=lambda pair: pair[0] in of)
     return [text([token for _, token in turn]) for own, turn in turns if own]
-
-
-def _own(trajectory: Trajectory) -> list[bool]:
-    """[length]: what the model, or the demonstration, wrote."""
-    own = (Origin.SAMPLED, Origin.DEMONSTRATION)
-    return [origin in own for origin in np.asarray(trajectory.columns["origin"]).tolist()]
 
 
 def read_samples(folder: Path, side: str, step: int) -> Iterator[dict[str, Any]]:

@@ -211,10 +211,12 @@ def _cannot_make(path: Path, why: str) -> RunDirError:
 def refuse_existing(path: Path) -> None:
     """Raise `RunExistsError` where `path` exists and holds anything, `RunDirError` where it can never be made."""
     if os.path.exists(path) and (not path.is_dir() or any(path.iterdir())):
-        raise RunExistsError(
-            f"the run directory {path} exists",
-            fix="go on with it by --resume, or start another with run.name=… (or run.dir=…)",
-        )
+        another = "start another with run.name=… (or run.dir=…, where that is set)"
+        if not (path / "resolved.yaml").is_file():
+            raise RunExistsError(f"{path} exists, and is no run directory", fix=another)
+        raise RunExistsError(f"the run directory {path} exists", fix=f"go on with it by --resume, or {another}")
+    if within := next((p for p in path.absolute().parents if os.path.isfile(p / "resolved.yaml")), None):
+        raise _cannot_make(path, f"it would lie inside the run directory {within}")
     above = next((p for p in path.absolute().parents if os.path.exists(p)), Path("/"))
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
         raise _cannot_make(path, f"{above} is {'not writable' if above.is_dir() else 'no directory'}")

@@ -145,9 +145,8 @@ class Session:
             )
         node = self._nodes[parent]
         if node.completion.finish != Finish.STOP:
-            raise EpisodeFailedError(
-                f"turn {parent} of {self.id!r} ended with {str(node.completion.finish)!r} and cannot be extended"
-            )
+            ended = f"turn {parent} ended with {str(node.completion.finish)!r} and cannot be extended"
+            raise EpisodeFailedError(f"{ended} (look at Turn.finish, or raise max_new_tokens)")
         own = (node.sampling.temperature, node.sampling.top_p, node.sampling.top_k)
         if own != (shape.temperature, shape.top_p, shape.top_k):
             raise RecordError(

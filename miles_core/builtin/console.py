@@ -18,12 +18,13 @@ from miles_core.records import Metric
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress, TaskID
+    from rich.progress import Progress, Task, TaskID
 
 #: What a step's line shows: label, the metrics that may hold it (first found), format.
 SHOWN: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("reward", ("rollout/reward",), "{:.3f}"),
-    ("loss", ("train/loss",), "{:.4f}"),
+    ("loss", ("train/loss",), "{:.3g}"),
+    ("grad_norm", ("train/grad_norm",), "{:.2g}"),
     ("lag", ("rollout/lag",), "{:.2f}"),
     ("tokens/s", ("time/tokens_per_s",), "{:.0f}"),
     ("step s", ("time/step_s",), "{:.2f}"),
@@ -150,9 +151,6 @@ class ConsoleTracker:
             value = next((held[n] for n in names if n in held), None)
             if value is not None and (value or label != "tokens/s"):  # demonstrations sample none
                 parts.append(f"{label} {form.format(value)}")
-                norm = held.get("train/grad_norm")
-                if label == "loss" and abs(value) < 5e-5 and norm is not None:  # the text "0.0000" says nothing
-                    parts[-1] = f"loss {value:.1g}  grad_norm {norm:.2g}"
         return "  ".join(parts)
 
     def _failures(self, values: Mapping[str, Metric], policy: str) -> str:
@@ -182,14 +180,32 @@ class ConsoleTracker:
                 self._console.on_broken_pipe()  # as rich does: what else is printed has nowhere to go
 
     def _start_bars(self, first: int) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            ProgressColumn,
+            TextColumn,
+            TimeRemainingColumn,
+        )
+        from rich.table import Column
+        from rich.text import Text
+
+        class Shown(ProgressColumn):
+            """The numbers, which alone give way where the terminal is narrow."""
+
+            def render(self, task: Task) -> Text:
+                return Text(str(task.fields["shown"]), no_wrap=True, overflow="ellipsis")
+
+        def whole() -> Column:
+            return Column(no_wrap=True)
 
         self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[shown]}", markup=False),
+            TextColumn("{task.description}", table_column=whole()),
+            BarColumn(bar_width=24 if self._console.width > 100 else 8, table_column=whole()),
+            MofNCompleteColumn(table_column=whole()),
+            TimeRemainingColumn(table_column=whole()),
+            Shown(),
             console=self._console,
         )
         for policy in self._policies:

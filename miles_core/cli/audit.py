@@ -106,6 +106,7 @@ def _beside(run: RunDir, lines: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _print(history: History, schedules: Mapping[str, ScheduleConfig]) -> None:
     from miles_core.cli.table import table
+    from miles_core.side import IDS
 
     rows = []
     for name in schedules:
@@ -114,7 +115,8 @@ def _print(history: History, schedules: Mapping[str, ScheduleConfig]) -> None:
         lags = [e.end[1] - e.oldest for e in own if e.end and e.end[0] == "trained" and e.oldest is not None]
         numbers = (len(own), *(ends[end] for end in ("trained", "evaluated", "dropped", "returned", "open")))
         rows.append([name, str(history.steps.get(name, 0)), *map(str, numbers), str(max(lags, default=0))])
-        for why, count in Counter(str(e.end[1]) for e in own if e.end and e.end[0] == "dropped").most_common(10):
+        reasons = Counter(IDS.sub("", str(e.end[1])) for e in own if e.end and e.end[0] == "dropped")
+        for why, count in reasons.most_common(10):
             rows.append(["", "", "", "", "", str(count), "", "", "", why])
     header = ["policy", "steps", "leases", "trained", "evaluated", "dropped", "returned", "open", "oldest token", ""]
     print(table(header, [row + [""] * (len(header) - len(row)) for row in rows]))

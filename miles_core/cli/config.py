@@ -50,6 +50,31 @@ def schema(
             continue
         print(f"\n{title}" if title != next(iter(groups)) else title)
         print(table(list(COLUMNS), [list(row.values()) for row in rows]) if rows else "(no fields)")
+    if what.startswith("algorithm:") and not as_json:
+        print("\n".join(_short_for(what.partition(":")[2], scan())))
+
+
+def _short_for(name: str, catalogue: Catalogue) -> list[str]:
+    """What a preset stands for, and where the fields of its parts are shown."""
+    from miles_core.config.binding import fields_of, required
+    from miles_core.config.reading import written
+    from miles_core.config.schema import PART_FIELDS
+
+    provider = catalogue.load("algorithm", name).provider
+    if any(map(required, fields_of(provider.config).values())):
+        return []  # it depends on what it is given
+    tree = provider.build(provider.config(), None)  # type: ignore[arg-type]  # a preset needs no context
+    shown: dict[str, None] = {}
+    for key in tree.keys() & PART_FIELDS.keys():
+        kinds, plural = PART_FIELDS[key]
+        for part, value in tree[key].items() if plural else [("", tree[key])]:
+            use = value if isinstance(value, str) else (value or {}).get("use", part)
+            shown |= {f"{kind}:{use}": None for kind in kinds if use in catalogue.names(kind)}
+    return [
+        "\nshort for, under `algorithm`, whose other keys `miles config schema algorithm` shows:",
+        *(f"  {key}: {written(value)}" for key, value in tree.items()),
+        *([f"fields of its parts: miles config schema {' | '.join(sorted(shown))}"] if shown else []),
+    ]
 
 
 COLUMNS = ("field", "type", "default", "unit", "bounds", "help")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections import Counter
@@ -48,7 +49,7 @@ def show_rollouts(console: Console, run: RunDir, wanted: Wanted) -> None:
     steps = sampled_steps(folder, wanted.side)
     searched = bool(wanted.episode or wanted.verdict)
     if wanted.step is not None and wanted.step not in steps:
-        have = f"choose --step {steps[0]} to {steps[-1]}" if steps else "let the run train a step first"
+        have = f"choose --step {_ranges(steps)}" if steps else "let the run train a step first"
         what = f"step {wanted.step}" if wanted.side == "train" else f"an evaluation after {wanted.step} steps"
         raise RunNotFoundError(f"{run.path} has no rollouts of {what}", fix=have)
     if wanted.step is not None:
@@ -65,6 +66,13 @@ def show_rollouts(console: Console, run: RunDir, wanted: Wanted) -> None:
             _print(console, [{"step": step, **line} for line in lines], wanted)
     if not wanted.as_json and (failures := _failures(run)):
         console.print(Text(f"\n{told_failures(failures)}"))
+
+
+def _ranges(steps: list[int]) -> str:
+    """`0 to 9`, or the steps themselves where they do not follow each other."""
+    if len(steps) > 1 and steps == list(range(steps[0], steps[-1] + 1)):
+        return f"{steps[0]} to {steps[-1]}"
+    return ", ".join(map(str, steps if len(steps) <= 20 else [*steps[:10], "…", *steps[-9:]]))
 
 
 def _found(run: RunDir, by_step: dict[int, list[Line]], wanted: Wanted) -> list[Line]:
@@ -144,8 +152,12 @@ def rows(line: Line, chars: int = 1000) -> list[tuple[str, str]]:
     came about."""
     found = [("prompt", cut(line["prompt"], chars))]
     several = len(line["turns"]) > 1
-    for number, turns in enumerate(line["turns"], start=1):
-        found += [(f"answer {number}" if several else "answer", cut(turn, chars)) for turn in turns]
+    between = line.get("between") or [[] for _ in line["turns"]]
+    for number, (turns, said) in enumerate(zip(line["turns"], between, strict=True), start=1):
+        label = f"answer {number}" if several else "answer"
+        for turn, after in itertools.zip_longest(turns, said, fillvalue=""):
+            found.append((label, cut(turn, chars)))
+            found += [("then", cut(after, chars))] if after else []
     if line["expected"] is not None:
         found.append(("expected", cut(str(line["expected"]), chars)))
     found += [(f"· {key}", cut(value, chars)) for key, value in line["info"].items()]

@@ -63,7 +63,8 @@ def show(
     console = Console()
     curves = read_curves(opened)
     if not curves:
-        raise RunNotFoundError(f"{run} has no metrics yet", fix="wait for the first step, or look at events.jsonl")
+        fix = "wait for the first step, or look at events.jsonl"
+        raise RunNotFoundError(f"{run} has no metrics yet: {_status(opened)}", fix=fix)
     chosen = metric or [name for name in ("rollout/reward", "eval/reward", "eval/loss") if name in curves]
     chosen = chosen or ["train/loss"]
     for name in chosen:
@@ -72,7 +73,8 @@ def show(
     if not as_json:
         console.print(Text(headline(opened)))
         for name in chosen:
-            console.print(Text(draw(name, curves[name]) if len(curves[name]) >= FEW else listed(name, curves[name])))
+            wide, curve = max(10, min(WIDTH, console.width - 10)), curves[name]
+            console.print(Text(draw(name, curve, wide) if len(curve) >= FEW else listed(name, curve)))
     wanted = Wanted(
         side="eval" if evaluation else "train",
         step=step,
@@ -124,7 +126,7 @@ def read_curves(run: RunDir) -> dict[str, Curve]:
 
 def listed(name: str, curve: Curve) -> str:
     """A short curve as numbers."""
-    return f"{name}: " + ", ".join(f"{value:.3f} (step {step})" for step, value in curve)
+    return f"{name}: " + ", ".join(f"{value:.3g} (step {step})" for step, value in curve)
 
 
 def draw(name: str, curve: Curve, width: int = WIDTH, height: int = HEIGHT) -> str:
@@ -137,9 +139,9 @@ def draw(name: str, curve: Curve, width: int = WIDTH, height: int = HEIGHT) -> s
         x = round((step - steps[0]) / reach * (2 * width - 1))
         y = round((high - value) / span * (4 * height - 1))
         rows[y // 4][x // 2] |= (0x01, 0x08, 0x02, 0x10, 0x04, 0x20, 0x40, 0x80)[(y % 4) * 2 + x % 2]
-    lines = [f"{name}: {values[0]:.3f} -> {values[-1]:.3f}, step {steps[0]} to {steps[-1]}"]
+    lines = [f"{name}: {values[0]:.3g} -> {values[-1]:.3g}, step {steps[0]} to {steps[-1]}"]
     for index, row in enumerate(rows):
-        label = f"{high:8.3f}" if index == 0 else f"{low:8.3f}" if index == height - 1 else " " * 8
+        label = f"{high:8.3g}" if index == 0 else f"{low:8.3g}" if index == height - 1 else " " * 8
         lines.append(f"{label} |" + "".join(chr(0x2800 + dots) for dots in row))
     return "\n".join(lines)
 

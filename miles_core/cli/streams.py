@@ -44,6 +44,8 @@ def settle() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # what an old terminal cannot show is spelled out
     sys.stdout = Stream(sys.stdout, matters=True)
     sys.stderr = Stream(sys.stderr, matters=False)
 

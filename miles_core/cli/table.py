@@ -10,6 +10,5 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     cells = [list(header), *(list(row) for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
-    return "\n".join(
-        [lines[0], "  ".join("-" * width for width in widths[:-1]) + "  " + "-" * len(header[-1]), *lines[1:]]
-    )
+    rule = "  ".join("-" * width for width in (*widths[:-1], len(header[-1]))).rstrip()
+    return "\n".join([lines[0], rule, *lines[1:]])

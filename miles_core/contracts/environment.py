@@ -48,7 +48,12 @@ class Session(Protocol):
 
     async def sample(self, new: Prompt | Sequence[Message] = (), *, parent: int | None = None, **sampling: Any) -> Turn:
         """Encode `new` after `parent` (default: the latest turn; the root at first) and sample. Keyword arguments
-        override sampling parameters of the run."""
+        override sampling parameters of the run (`stop` is a tuple).
+
+        At the root an empty `new` is the task's prompt: `await session.sample()` begins most episodes. A turn whose
+        `finish` is not `stop` was cut off and cannot be extended: an episode that tries is a failed one, so look at
+        `Turn.finish` before you go on.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -253,6 +253,10 @@ def test_config_schema_of_a_plugin(miles):
         **{"section": "algorithm:cispo (acme-parts 2.0)", "field": "hi", "type": "float", "default": "(required)"},
         **{"unit": "", "bounds": "at least 0", "help": "upper bound"},
     }
+    code, out, _ = miles("config", "schema", "algorithm:grpo")
+    assert code == 0 and "short for, under `algorithm`" in out and "  loss: " in out
+    code, out, _ = miles("config", "schema", "algorithm:cispo")
+    assert code == 0 and "short for" not in out  # it stands for nothing without its option
     _, out, _ = miles("config", "schema", "term:kl")
     assert out.splitlines()[0] == "term:kl (acme-parts 2.0, field kl)" and "coef" in out
 
@@ -364,6 +368,8 @@ def test_plan_and_doctor_refuse_a_run_directory_that_exists(miles):
     folder.mkdir(parents=True)
     assert "MILES-E900" not in miles("plan", "run.yaml", "run.name=mine")[1]  # as empty as `miles run` takes it
     (folder / "kept").touch()
+    assert "MILES-E900: runs/mine exists, and is no run directory" in miles("plan", "run.yaml", "run.name=mine")[1]
+    (folder / "resolved.yaml").touch()
     code, out, _ = miles("plan", "run.yaml", "run.name=mine")
     assert code == 2 and "refused: 2\n" in out
     assert "  MILES-E900: the run directory runs/mine exists\n    Fix: go on with it by --resume" in out

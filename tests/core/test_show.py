@@ -3,12 +3,15 @@
 import json
 from collections import Counter
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from miles_core.cli.episodes import Wanted, cut, describe, show_rollouts, told_failures
-from miles_core.cli.show import Order
+from miles_core.cli.show import Order, draw
 from miles_core.errors import RunNotFoundError
+from miles_core.records import Episode, Group, Origin, Task, Trajectory
+from miles_core.rollouts import Rollouts, read_samples
 from miles_core.run import RunDir
 
 LINE = {
@@ -62,6 +65,8 @@ def test_one_rollout_is_told_with_all_that_made_its_reward():
     assert "reward    none (failed" in failed and failed.endswith("error     task t: hung")
     two = describe({**LINE, "turns": [["a"], ["b"]]})
     assert "answer 1  a\nanswer 2  b" in two
+    talk = describe({**LINE, "turns": [["a", "b"]], "between": [["more?"]]})
+    assert "answer    a\nthen      more?\nanswer    b" in talk
     old = {key: value for key, value in LINE.items() if key not in ("learnt", "written")}  # of an earlier version
     assert "reward    1 (ok, stop, 14 tokens; sampled by main@0.3)" in describe(old)
 
@@ -108,7 +113,37 @@ def test_evaluations_and_json(shown):
     assert found == {"step": 4, **line(1, 0)}
     with pytest.raises(RunNotFoundError, match="no rollouts of an evaluation after 9 steps") as none:
         shown(files, side="eval", step=9)
-    assert none.value.fix == "choose --step 4 to 4"
+    assert none.value.fix == "choose --step 4"
+    more = {f"eval_{step:06d}": [line(0, 0)] for step in (0, 2)}
+    with pytest.raises(RunNotFoundError) as none:
+        shown(more, side="eval", step=9)
+    assert none.value.fix == "choose --step 0, 2, 4"
+    with pytest.raises(RunNotFoundError) as none:
+        shown({f"step_{step:06d}": [line(0, 0)] for step in (2, 3)}, step=9)
+    assert none.value.fix == "choose --step 2 to 4"
+
+
+def test_a_curve_fits_its_terminal():
+    curve = [(step, -1e-9 * step) for step in range(40)]
+    lines = draw("train/loss", curve, 20).splitlines()
+    assert lines[0] == "train/loss: -0 -> -3.9e-08, step 0 to 39" and {len(x) for x in lines[1:]} == {30}
+
+
+def test_readable_samples_hold_what_the_environment_said(tmp_path):
+    origin = np.array([Origin.PROMPT, *[Origin.SAMPLED] * 2, *[Origin.ENVIRONMENT] * 2, Origin.SAMPLED], np.uint8)
+    columns = {"tokens": np.array([*map(ord, ">ab??c")], np.int32), "origin": origin}
+    leaf = Trajectory(id="t#0/0/0", length=6, columns=columns)
+    group = Group(
+        id="t#0",
+        policy="main",
+        slot=0,
+        attempt=0,
+        task=Task(id="t", prompt=">"),
+        episodes=(Episode(id="t#0/0", member=0, trajectories=(leaf,), reward=1.0),),
+    )
+    Rollouts(tmp_path, {"main": lambda ids: "".join(map(chr, ids))}).write("main", 3, "train", [group])
+    (found,) = read_samples(tmp_path, "train", 3)
+    assert (found["turns"], found["between"], found["written"]) == ([["ab", "c"]], [["??"]], [3])
 
 
 def test_failed_episodes_are_counted_by_reason(shown):

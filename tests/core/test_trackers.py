@@ -133,7 +133,7 @@ def test_one_plain_line_a_step():
     tracker.close("finished")
     said = out.getvalue().splitlines()
     assert said[:3] == ["run r in runs/r", "grpo on sorting", "evaluation after 0 steps: reward 0.250, length 4.500"]
-    assert said[3] == "step 1/2  reward 0.750  loss -0.1250  lag 0.00  tokens/s 200  step s 0.50"
+    assert said[3] == "step 1/2  reward 0.750  loss -0.125  lag 0.00  tokens/s 200  step s 0.50"
     assert said[4].startswith("step 2/2") and said[5].startswith("finished after") and len(said) == 6
 
 
@@ -143,9 +143,9 @@ def test_a_line_without_time_comes_with_the_next_step():
     tracker.metrics(0, "train", {"loss": (1.0, 1.0)}, "main")
     assert "step 1/2" not in out.getvalue()
     tracker.metrics(1, "train", {"loss": (2.0, 1.0)}, "main")
-    assert "step 1/2  loss 1.0000" in out.getvalue()
+    assert "step 1/2  loss 1\n" in out.getvalue()
     tracker.close("interrupted")
-    assert "step 2/2  loss 2.0000" in out.getvalue()
+    assert "step 2/2  loss 2\n" in out.getvalue()
 
 
 def test_lines_every_n_steps_and_the_last():
@@ -182,13 +182,16 @@ def test_failures_of_an_evaluation_are_told_in_its_line():
     ]
 
 
-def test_a_loss_of_nearly_nothing_comes_with_the_gradient():
+def test_a_loss_comes_with_the_gradient():
     tracker, out = make()
     tracker.start({**INFO, "dir": "d"})
     tracker.metrics(0, "train", {"loss": (-2e-9, 1.0), "grad_norm": (0.25, 1.0)}, "main")
     tracker.metrics(1, "train", {"loss": (1.0, 1.0), "grad_norm": (0.25, 1.0)}, "main")
     tracker.close("finished")
-    assert out.getvalue().splitlines()[2:4] == ["step 1/2  loss -2e-09  grad_norm 0.25", "step 2/2  loss 1.0000"]
+    assert out.getvalue().splitlines()[2:4] == [
+        "step 1/2  loss -2e-09  grad_norm 0.25",
+        "step 2/2  loss 1  grad_norm 0.25",
+    ]
 
 
 def test_live_bars():
@@ -203,6 +206,20 @@ def test_live_bars():
     assert "steps" in said and "2/2" in said and "reward 0.750" in said and "evaluation after 2 steps" in said
     assert "1/4" in said
     assert "step 1/2" not in said
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_live_bars_keep_the_count_of_steps_where_it_is_narrow(width):
+    out = io.StringIO()
+    rich = Console(file=out, force_terminal=True, width=width, color_system=None, legacy_windows=False)
+    tracker = ConsoleTracker(rich, ("main",), live=True)
+    tracker.start({**INFO, "dir": "d", "steps": 1000})
+    feed(tracker, range(2))
+    tracker._progress.refresh()
+    tracker.close("finished")
+    bars = [line for line in out.getvalue().splitlines() if "steps" in line and "reward" in line]
+    assert bars and all(" 2/1000 " in line and "reward 0" in line for line in bars[-1:]), bars
+    assert ("step s 0.50" in bars[-1]) == (width == 120)
 
 
 def test_several_policies_are_told_apart():

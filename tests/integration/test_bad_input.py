@@ -404,7 +404,8 @@ def test_a_run_directory_that_exists(miles):
     before = everything()
     refused(miles("run", "toy.yaml"), "MILES-E900", "runs/toy exists", "--resume", "run.name=")
     Path("file").write_text("")
-    refused(miles("run", "toy.yaml", "run.dir=file"), "MILES-E900", "file exists")
+    refused(miles("run", "toy.yaml", "run.dir=file"), "MILES-E900", "file exists, and is no run directory")
+    refused(miles("run", "toy.yaml", "run.name=toy/again"), "MILES-E903", "it would lie inside the run directory")
     assert everything() == sorted([*before, "file"])
 
 

@@ -116,6 +116,9 @@ def test_a_failed_episode_is_counted_with_task_and_trajectory(miles, fault, why)
     dropped = sum(line["rollout/dropped"]["num"] for line in lines)
     assert dropped > 0 and len(failed) == 2 * dropped
     whole(3)
+    told = [line.split(maxsplit=1) for line in miles("audit", str(RUN)).out.splitlines() if "episodes left" in line]
+    assert sum(int(count) for count, _ in told) == dropped and not any("task " in reason for _, reason in told)
+    assert fault == "error" or len(told) == 1  # the error names its task itself
 
 
 def test_a_failed_episode_that_shrinks_its_group_is_in_the_metrics(miles, monkeypatch):

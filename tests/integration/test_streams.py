@@ -82,3 +82,12 @@ def test_a_stream_that_broke_stays_quiet(tmp_path):
         assert Stream(full, matters=False).write("a\n" * 100_000) == 200_000
     with open("/dev/full", "w") as full, pytest.raises(ExportError, match="No space left"):
         Stream(full, matters=True).write("a\n" * 100_000)
+
+
+def test_what_a_terminal_cannot_show_is_spelled_out(miles):
+    assert shell("run", "toy.yaml", *SMALL, "run.steps=20", streams="")[0] == 0
+    ascii_only = {**BUFFERED, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        [MILES, "show", RUN], capture_output=True, text=True, timeout=120, check=False, env=ascii_only
+    )
+    assert done.returncode == 0 and "\\u28" in done.stdout, done.stderr

@@ -215,7 +215,8 @@ def refuse_existing(path: Path) -> None:
         if not (path / "resolved.yaml").is_file():
             raise RunExistsError(f"{path} exists, and is no run directory", fix=another)
         raise RunExistsError(f"the run directory {path} exists", fix=f"go on with it by --resume, or {another}")
-    if within := next((p for p in path.absolute().parents if os.path.isfile(p / "resolved.yaml")), None):
+    both = "resolved.yaml", "plugins.lock"
+    if within := next((p for p in path.absolute().parents if all(os.path.isfile(p / name) for name in both)), None):
         raise _cannot_make(path, f"it would lie inside the run directory {within}")
     above = next((p for p in path.absolute().parents if os.path.exists(p)), Path("/"))
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):

@@ -130,7 +130,8 @@ class ConsoleTracker:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
-        self._say(f"{status} after {time.monotonic() - self._began:.1f} s")
+        told = f"stopped with {status}" if status.startswith("MILES-") else status
+        self._say(f"{told} after {time.monotonic() - self._began:.1f} s")
 
     def _line(self, policy: str) -> None:
         """Print the step in the making, once, and begin to count anew."""

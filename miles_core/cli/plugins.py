@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from miles_core.errors import EXIT_FINDINGS
+from miles_core import API_VERSIONS
+from miles_core.errors import EXIT_FINDINGS, InputError
 
 
 def plugins(
@@ -22,6 +23,8 @@ def plugins(
     from miles_core.cli.table import table
     from miles_core.discovery import scan
 
+    if kind and kind not in API_VERSIONS:
+        raise InputError(f"{kind!r} is no kind of plugin", fix=f"use one of: {', '.join(API_VERSIONS)}")
     catalogue, known = scan(), recorded()
     entries = [e for e in catalogue.entries() if kind in ("", e.kind)]
     states = {e: catalogue.state(e) for e in entries}

@@ -36,10 +36,9 @@ def run(
     catalogue = scan()
     if file.is_dir():
         if not resume:
-            raise ConfigError(
-                f"{file} is a directory, not a run file",
-                fix=f"miles run {shlex.quote(str(file))} --resume, to go on with it",
-            )
+            go_on = f"miles run {shlex.quote(str(file))} --resume, to go on with it"
+            fix = go_on if (file / "resolved.yaml").is_file() else "name a run file in it, e.g. recipes/quickstart.yaml"
+            raise ConfigError(f"{file} is a directory, not a run file", fix=fix)
         run_file = reload(file, (*(overrides or ()), f"run.dir={json.dumps(str(file))}"), catalogue=catalogue)
     else:
         run_file = load(file, tuple(overrides or ()), catalogue=catalogue)

@@ -157,9 +157,8 @@ def _check_bounds(value: Any, field: dataclasses.Field[Any], path: str) -> None:
     low, high, help = (field.metadata.get(key) for key in ("low", "high", "help"))
     if not math.isfinite(value) or (low is not None and value < low) or (high is not None and value > high):
         what = f" ({help})" if help else ""
-        raise ConfigRangeError(
-            f"{path} is {value}; it must be {bounds(field) or 'a finite number'}{what}", fix=f"change {path}"
-        )
+        asked = (math.isfinite(value) and bounds(field)) or "a finite number"
+        raise ConfigRangeError(f"{path} is {value}; it must be {asked}{what}", fix=f"change {path}")
 
 
 def bounds(field: dataclasses.Field[Any]) -> str:

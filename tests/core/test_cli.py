@@ -81,7 +81,8 @@ def test_plugins_lists_metadata_and_state(miles):
     assert max(map(len, out.splitlines())) <= 120 and distributions.splitlines()[-1] == "acme-parts 2.0:"
     _, out, _ = miles("plugins", "--json", "--kind", "sync")
     assert [json.loads(line)["state"] for line in out.splitlines()] == ["fits", "API v2, core speaks v1", "fits"]
-    assert miles("plugins", "--kind", "teleport")[1] == "no plugin of kind teleport is installed\n"
+    code, _, err = miles("plugins", "--kind", "teleport")
+    assert code == 2 and "'teleport' is no kind of plugin\nFix: use one of: " in err
 
 
 def test_listing_plugins_is_light(plugins):

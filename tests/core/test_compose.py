@@ -506,6 +506,7 @@ WRONG = [
     (ConfigRangeError, "rollout.temperature=1e-40", r"rollout.temperature is 1e-40; .* above 0 \(1e-30 to .*\n.*"),
     (ConfigRangeError, "rollout.temperature=1e40", r"rollout.temperature is 1e\+40; .*1e-30 to .*\n.*"),
     (ConfigRangeError, "eval.temperature=1e-40", r"eval.temperature is 1e-40; it must be 0, or from .*\n.*"),
+    (ConfigRangeError, "optimizer.lr=.inf", r"optimizer.lr is inf; it must be a finite number .*\n.*"),
     (ConfigRangeError, "rollout.top_p=0", r"rollout.top_p is 0; it must be above 0 .*\n.*"),
     (ConfigRangeError, "rollout.top_p=1e-60", r"rollout.top_p is 1e-60; it must be above 0 \(1e-30.*\n.*"),
     (ConfigError, "run.seed", r"'run.seed' on the command line sets nothing\nFix: write key=value.*"),

@@ -112,7 +112,7 @@ def test_files_that_are_no_run_files(bad, text, words):
 def test_a_missing_file_and_a_directory(bad):
     bad("MILES-E100", "absent.yaml does not exist", file="absent.yaml")
     Path("folder").mkdir()
-    bad("MILES-E100", ["folder is a directory", "--resume"], file="folder")
+    bad("MILES-E100", ["folder is a directory", "name a run file in it"], file="folder")
 
 
 # --- combinations ----------------------------------------------------------------------------------------------------
@@ -403,6 +403,8 @@ def test_a_run_directory_that_exists(miles):
     assert miles("run", "toy.yaml", "run.steps=1").code == 0
     before = everything()
     refused(miles("run", "toy.yaml"), "MILES-E900", "runs/toy exists", "--resume", "run.name=")
+    refused(miles("run", "runs/toy"), "MILES-E100", "runs/toy is a directory", "miles run runs/toy --resume, to go on")
+    refused(miles("run", "runs"), "MILES-E100", "runs is a directory", "Fix: name a run file in it")
     Path("file").write_text("")
     refused(miles("run", "toy.yaml", "run.dir=file"), "MILES-E900", "file exists, and is no run directory")
     refused(miles("run", "toy.yaml", "run.name=toy/again"), "MILES-E903", "it would lie inside the run directory")

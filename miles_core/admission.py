@@ -85,12 +85,12 @@ def versions_of(group: Group) -> tuple[int, int] | None:
 
 def check_versions(group: Group, published: set[Version]) -> None:
     """Raise `EngineError` where an engine says that a version sampled which is not one of these."""
-    told = {id(s.version): (s.version, t) for e in group.episodes for t in e.trajectories for s in t.spans}
-    for version, of in told.values():  # few: answers of an engine share them
-        if version not in published:
-            raise bad_answer(
-                of.engine, of.id, f"tokens of {version}, which is no published version of {group.policy!r}"
-            )
+    last = None
+    for t in [t for e in group.episodes for t in e.trajectories]:
+        if t.spans is not last:  # most answers of a group share them
+            last = t.spans
+            for version in {s.version for s in last} - published:
+                raise bad_answer(t.engine, t.id, f"tokens of {version}, no published version of {group.policy!r}")
 
 
 def is_stale(versions: tuple[int, int] | None, step: int, schedule: ScheduleConfig) -> bool:

@@ -381,17 +381,18 @@ class Pool:
 def _checked(name: str, request: Request, answer: Any) -> Completion:
     """The border to an engine: what it answered is an answer, and to that request."""
     left = request.sampling.max_new_tokens - (0 if request.resume is None else len(request.resume))
+    columns = getattr(answer, "columns", None)
     if not isinstance(answer, Completion):
         wrong = f"{type(answer).__name__}, which is no completion"
     elif answer.request != request.id:
         wrong = f"the answer to {answer.request!r}"
     elif not isinstance(answer.finish, Finish):
         wrong = f"finish {answer.finish!r}, which is no Finish"
-    elif not isinstance(answer.columns, Mapping) or getattr(answer.columns.get("tokens"), "ndim", 0) != 1:
+    elif not isinstance(columns, (dict, Mapping)) or getattr(columns.get("tokens"), "ndim", 0) != 1:  # a dict, mostly
         wrong = "no column tokens"
-    elif len(tokens := cast("Array", answer.columns["tokens"])) > left:
+    elif len(tokens := columns["tokens"]) > left:
         wrong = f"{len(tokens)} tokens, {left} were asked for"
-    elif not isinstance(answer.spans, tuple | list):
+    elif not isinstance(answer.spans, (tuple, list)):
         wrong = f"version spans {answer.spans!r:.80}"
     else:
         return answer

@@ -20,7 +20,11 @@ def rollout_metrics(groups: Sequence[Group], step: int) -> dict[str, Metric]:
     """Rewards, lengths, ends and lag of the groups that `step` consumes."""
     episodes = [e for group in groups for e in group.episodes]
     trajectories = [t for e in episodes for t in e.trajectories]
-    tokens = sum(map(sampled, trajectories))
+    lags = Counter[int]()  # lag -> tokens
+    for trajectory in trajectories:
+        for span in trajectory.spans:
+            lags[step - span.version.number] += span.end - span.start
+    tokens = lags.total() if all([t.spans for t in trajectories]) else sum(map(sampled, trajectories))
     out: dict[str, Metric] = {
         "tokens": (tokens, 1),
         "length": (tokens, len(trajectories)),
@@ -31,10 +35,6 @@ def rollout_metrics(groups: Sequence[Group], step: int) -> dict[str, Metric]:
         mixed = sum(len({e.reward for e in group.episodes} - {None}) > 1 for group in groups)
         out["reward"] = (sum(rewards), len(rewards))
         out["mixed_groups"] = (mixed, len(groups))
-    lags = Counter[int]()  # lag -> tokens
-    for trajectory in trajectories:
-        for span in trajectory.spans:
-            lags[step - span.version.number] += span.end - span.start
     if lags:
         out["lag"] = (sum(lag * n for lag, n in lags.items()), lags.total())
         out["lag_max"] = (max(lags), 1)

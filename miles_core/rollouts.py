@@ -22,7 +22,6 @@ from miles_core.waits import GO_ON
 GROUPS_A_STEP = 4
 EPISODES_A_GROUP = 4
 _WRITTEN = (Origin.SAMPLED, Origin.DEMONSTRATION)
-_SAID = (Origin.ENVIRONMENT,)
 
 
 @dataclass(frozen=True)
@@ -58,27 +57,26 @@ def _prefix(side: str) -> str:
 
 
 def _line(group: Group, episode: Episode, text: Callable[[Any], str], learnt: Mapping[str, float]) -> dict[str, Any]:
-    prompt = group.task.prompt
-    origins = [np.asarray(trajectory.columns["origin"]).tolist() for trajectory in episode.trajectories]
-    pairs = list(zip(episode.trajectories, origins, strict=True))
+    prompt, trajectories = group.task.prompt, episode.trajectories
+    parts = [_parts(trajectory, text) for trajectory in trajectories]
     return {
         "v": 1,
         "policy": group.policy,
         "episode": episode.id,
         "prompt": prompt if isinstance(prompt, str) else _chat(prompt),
         "expected": group.task.answer,
-        "turns": [_turns(*pair, _WRITTEN, text) for pair in pairs],
-        "between": [_turns(*pair, _SAID, text) for pair in pairs],
+        "turns": [[told for origin, told, _ in some if origin in _WRITTEN] for some in parts],
+        "between": [[told for origin, told, _ in some if origin == Origin.ENVIRONMENT] for some in parts],
         "reward": episode.reward,
         "components": dict(episode.components),
         "learnt": dict(learnt),
         "info": dict(episode.info),
         "status": episode.status.value,
         "error": episode.error,
-        "finish": [t.finish.value for t in episode.trajectories],
-        "tokens": [t.length for t in episode.trajectories],
-        "written": [sum(map(of.count, _WRITTEN)) for of in origins],
-        "versions": sorted({str(s.version) for t in episode.trajectories for s in t.spans}),
+        "finish": [t.finish.value for t in trajectories],
+        "tokens": [t.length for t in trajectories],
+        "written": [sum([n for origin, _, n in some if origin in _WRITTEN]) for some in parts],
+        "versions": sorted({str(version) for version in {s.version for t in trajectories for s in t.spans}}),
     }
 
 
@@ -86,13 +84,14 @@ def _chat(messages: tuple[Message, ...]) -> str:
     return "\n".join(f"{m.role}: {m.content}" for m in messages)
 
 
-def _turns(trajectory: Trajectory, origins: Sequence[int], of: Sequence[int], text: Callable[[Any], str]) -> list[str]:
-    """Text of the tokens whose origin is one `of` these, one string a contiguous turn."""
-    if not any(origin in origins for origin in of):
-        return []
-    tokens = np.asarray(trajectory.columns["tokens"]).tolist()
-    turns = itertools.groupby(zip(origins, tokens, strict=True), key=lambda pair: pair[0] in of)
-    return [text([token for _, token in turn]) for own, turn in turns if own]
+def _parts(trajectory: Trajectory, text: Callable[[Any], str]) -> list[tuple[int, str, int]]:
+    """Origin, text and count of tokens of each contiguous part behind the prompt."""
+    tokens, parts, at = np.asarray(trajectory.columns["tokens"]).tolist(), [], 0
+    for origin, run in itertools.groupby(np.asarray(trajectory.columns["origin"]).tolist()):
+        start, at = at, at + len(list(run))
+        if origin != Origin.PROMPT:
+            parts.append((origin, text(tokens[start:at]), at - start))
+    return parts
 
 
 def read_samples(folder: Path, side: str, step: int) -> Iterator[dict[str, Any]]:

@@ -373,7 +373,7 @@ def test_tokens_of_a_version_that_was_never_published_are_not_trained(miles, res
         patched.setattr(ToyEngine, "generate", strange)
         said = miles("run", "toy.yaml", *SMALL)
     version = replace(Version(policy="main", lineage=0, number=1), **told)
-    stopped(said, "MILES-E600", f"tokens of {version}, which is no published version of 'main'", "engine 'toy'")
+    stopped(said, "MILES-E600", f"tokens of {version}, no published version of 'main'", "engine 'toy'")
     resumes()
 
 

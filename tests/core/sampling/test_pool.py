@@ -391,15 +391,21 @@ def test_another_number_of_answers_than_of_requests_stops_the_run():
     asyncio.run(main())
 
 
+async def one_in_flight(many):
+    """Two members, a request that stands still on one of them, and that one's name."""
+    pool, engines = together(2)
+    for engine in engines.values():
+        engine.limit = 1
+    task = asyncio.create_task(pool.generate_many(requests(1)) if many else pool.generate(requests(1)[0]))
+    await asyncio.sleep(0.02)
+    (name,) = [name for name, member in pool._members.items() if member.load]
+    return pool, engines, task, name
+
+
 @pytest.mark.parametrize("many", [False, True])
 def test_a_caller_that_is_cancelled_as_its_member_is_lost_is_cancelled(many):
     async def main():
-        pool, engines = together(2)
-        for engine in engines.values():
-            engine.limit = 1
-        task = asyncio.create_task(pool.generate_many(requests(1)) if many else pool.generate(requests(1)[0]))
-        await asyncio.sleep(0.02)
-        (name,) = [name for name, member in pool._members.items() if member.load]
+        pool, _, task, name = await one_in_flight(many)
         pool.quarantine(name, "unplugged")
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -605,13 +611,7 @@ def test_each_request_of_a_batch_has_its_own_deadline():
 @pytest.mark.parametrize("many", [False, True])
 def test_what_was_aborted_does_not_begin_again_where_its_member_is_lost(many):
     async def main():
-        pool, engines = together(2)
-        for engine in engines.values():
-            engine.limit = 1
-        asked = pool.generate_many(requests(1)) if many else pool.generate(requests(1)[0])
-        task = asyncio.create_task(asked)
-        await asyncio.sleep(0.02)
-        (name,) = [name for name, member in pool._members.items() if member.load]
+        pool, engines, task, name = await one_in_flight(many)
 
         async def hangs(request_ids=None):
             await asyncio.sleep(0.05)

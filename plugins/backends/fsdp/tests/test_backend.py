@@ -229,7 +229,7 @@ class Watching:
 
     def __init__(self) -> None:
         self.inside: list[Any] = []
-        self.seen: list[tuple[str, int, int]] = []
+        self.seen: list[tuple[str, Any, int]] = []
 
     def model(self, module: Any, role: str, policy: str) -> Any:
         for number, block in enumerate(module.lm.model.layers):
@@ -238,7 +238,7 @@ class Watching:
 
     def _look(self, number: int) -> None:
         purpose, view = self.inside[-1]
-        self.seen.append((purpose, id(view), number))
+        self.seen.append((purpose, view, number))  # itself: the id of a view that is gone may come again
 
     @contextmanager
     def micro(self, view: Any, role: str, purpose: str) -> Iterator[None]:
@@ -258,10 +258,10 @@ def test_extensions_are_entered_again_on_recomputation_with_the_same_view() -> N
     assert {purpose for purpose, _, _ in watching.seen} == {"score"}
     watching.seen.clear()
     backend.update(batch, [bound()])
-    views = [view for _, view, _ in watching.seen]
-    assert len(set(views)) >= 2  # several micro-batches
-    for view in set(views):
-        numbers = [number for _, seen, number in watching.seen if seen == view]
+    views = {id(view): view for _, view, _ in watching.seen}
+    assert len(views) >= 2  # several micro-batches
+    for view in views.values():
+        numbers = [number for _, seen, number in watching.seen if seen is view]
         assert numbers == [0, 1, 1, 0]  # forward, then recomputed backwards, each under its own view
     assert not watching.inside
     backend.close()

@@ -11,6 +11,7 @@ import copy
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -43,7 +44,7 @@ class CausalLM:
         self._config = config
         self._share = share_prefixes
         self._costs = layout.Costs()
-        self._sources: dict[int, ModelSource] = {}
+        self._sources: WeakKeyDictionary[Any, ModelSource] = WeakKeyDictionary()
 
     # --- building ---------------------------------------------------------------------------------------------------
 
@@ -76,7 +77,7 @@ class CausalLM:
         trainable.restrict(module, self._config.trainable)
         module.eval()  # no dropout, and none of a router's noise
         self._costs = _costs(module)
-        self._sources[id(module)] = source
+        self._sources[module] = source
         return module
 
     @torch.no_grad()
@@ -169,7 +170,7 @@ class CausalLM:
         config.vocab_size = module.vocabulary
         config.architectures = [self._class_name(module)]
         config.save_pretrained(folder)
-        source = self._sources.get(id(module))
+        source = self._sources.get(module)
         if source is not None and source.folder is not None:
             given = source.folder / "generation_config.json"
             if given.is_file():

@@ -311,9 +311,11 @@ class Sampler:
         sent = request
         for edit in self._edits:
             sent = edit(sent)
-        kept = "id", "policy", "sampling", "resume"
-        if sent is not request and any(getattr(sent, key, edit) is not getattr(request, key) for key in kept):
-            what = f"an extension made {sent!r:.300} of request {request.id!r}; its {', '.join(kept)} must stay"
+        kept = "id", "policy", "sampling", "seed", "resume"
+        same = sent is request or all(getattr(sent, key, edit) is getattr(request, key) for key in kept)
+        if not same or sent.prompt.get("tokens") is not request.prompt["tokens"]:
+            told = f"an extension made {sent!r:.300} of request {request.id!r}"
+            what = f"{told}; its {', '.join(kept)} and its prompt's tokens must stay"
             raise PluginContractError(what, fix="edit what else a request has, or set rollout.* in the run file")
         return sent
 

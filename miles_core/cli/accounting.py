@@ -63,7 +63,7 @@ def check_history(
     return found
 
 
-def check_versions(frames: Iterable[Frame]) -> list[str]:
+def check_published(frames: Iterable[Frame]) -> list[str]:
     """Every version that sampled a trained token had been published: with the receipts of the engines that served it,
     or as the alias of the version before it, which had."""
     verified: set[tuple[str, int, int]] = set()

@@ -19,7 +19,7 @@ def audit(run: Annotated[Path, typer.Argument(help="a run directory, e.g. runs/q
     """Prove from the journal: every lease ends once, no group is trained twice, batches hold their own slots, no token
     is older than allowed, every version that sampled was verified, and checkpoints and metrics know nothing that the
     journal does not. Exit code 1 where a promise was broken."""
-    from miles_core.cli.accounting import check_history, check_metrics, check_positions, check_versions
+    from miles_core.cli.accounting import check_history, check_metrics, check_positions, check_published
     from miles_core.history import History
     from miles_core.journal import read
     from miles_core.run import RunDir
@@ -38,7 +38,7 @@ def audit(run: Annotated[Path, typer.Argument(help="a run directory, e.g. runs/q
     finished = all(history.steps.get(name, 0) == steps == step * share for name, (steps, share) in due.items())
     _print(history, schedules)
     if any(frame.kind != "segment" for frame in frames):
-        found += check_history(frames, schedules, finished=finished) + check_versions(frames)
+        found += check_history(frames, schedules, finished=finished) + check_published(frames)
         ends = {frame.position[0]: frame.position[1] + frame.size for frame in frames}  # the last of each segment
         found += check_positions(frames, ends, ledgers) + check_metrics(frames, lines)
     elif beside := _beside(opened, lines):

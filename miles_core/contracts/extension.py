@@ -36,8 +36,8 @@ class OnConfig(Protocol):
 
 class EditsRequests(Protocol):
     def request(self, request: Request) -> Request:
-        """The request with more to ask for. `id`, `policy`, `sampling` and `resume` stay: trajectories and accounts
-        say what they were."""
+        """The request with more to ask for. `id`, `policy`, `sampling`, `seed`, `resume` and the prompt's `tokens`
+        stay: trajectories and accounts say what they were."""
 
 
 class CollectsColumns(Protocol):

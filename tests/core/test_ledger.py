@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from miles_core.admission import limit
-from miles_core.cli.accounting import check_history, check_versions
+from miles_core.cli.accounting import check_history, check_published
 from miles_core.config.schema import ScheduleConfig
 from miles_core.errors import LedgerError
 from miles_core.journal import Frame, Journal, read
@@ -513,7 +513,7 @@ def published(number, changed=True, receipts=(("live", "r"),)):
     ],
 )
 def test_what_sampled_must_have_been_verified(before, good):
-    found = check_versions(frames(*before, *GOOD))
+    found = check_published(frames(*before, *GOOD))
     assert found == [] if good else found[0].endswith("version main@0.0 sampled for it and was never verified")
 
 

@@ -496,6 +496,9 @@ EDITS = {
     "id": lambda request: replace(request, id="other"),
     "policy": lambda request: replace(request, policy="critic"),
     "resume": lambda request: replace(request, resume=np.zeros(3, np.int32)),
+    "seed": lambda request: replace(request, seed=3),
+    "prompt": lambda request: replace(request, prompt={"tokens": request.prompt["tokens"][1:]}),
+    "no prompt": lambda request: replace(request, prompt={}),
     "nothing": lambda request: None,
 }
 
@@ -506,7 +509,10 @@ def test_an_extension_may_not_edit_what_trajectories_say_of_a_request(together, 
         request = staticmethod(EDITS[what])
 
     sampler, asked = make(Env(), extensions=[Odd()])
-    with pytest.raises(PluginContractError, match=r"an extension made .* its id, policy, sampling, resume must stay"):
+    with pytest.raises(
+        PluginContractError,
+        match=r"an extension made .* its id, policy, sampling, seed, resume and its prompt.s tokens must stay",
+    ):
         run(sampler)
     assert not asked
 
@@ -514,11 +520,12 @@ def test_an_extension_may_not_edit_what_trajectories_say_of_a_request(together, 
 def test_an_extension_may_edit_what_else_a_request_has(together):
     class More:
         def request(self, request):
-            return replace(request, want=request.want | {"more"}, deadline_s=7.0, seed=3)
+            shown = {**request.prompt, "images": np.zeros(2, np.int32)}
+            return replace(request, want=request.want | {"more"}, deadline_s=7.0, prompt=shown)
 
     sampler, asked = make(Env(), extensions=[More()])
     assert [e.status for e in run(sampler).episodes] == [Status.OK] * 2
-    assert [(r.want, r.deadline_s, r.seed) for r in asked] == [(frozenset({"more"}), 7.0, 3)] * 2
+    assert [(r.want, r.deadline_s, len(r.prompt)) for r in asked] == [(frozenset({"more"}), 7.0, 2)] * 2
 
 
 def test_a_late_abort_leaves_whoever_has_gone_on_alone():

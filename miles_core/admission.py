@@ -66,11 +66,10 @@ def is_strict(schedule: ScheduleConfig) -> bool:
 
 
 def limit(schedule: ScheduleConfig, published: int, total_steps: int) -> int:
-    """How many slots may be open (trained, claimed, buffered or leased) when version `published` is served.
+    """The slots below this one may be leased when version `published` is served.
 
-    A lease may start while open < limit. Slots that no step of the run will consume are never leased. In order `slot`
-    an extra lease would stand in a batch that the served version cannot reach, so `oversample` means something in
-    order `ready` only.
+    Slots that no step of the run will consume are never leased. In order `slot` an extra lease would stand in a batch
+    that the served version cannot reach, so `oversample` means something in order `ready` only.
     """
     groups = schedule.groups_per_step
     bound = min((published + 1 + schedule.max_staleness) * groups, total_steps * groups)
@@ -83,14 +82,16 @@ def versions_of(group: Group) -> tuple[int, int] | None:
     return (min(numbers), max(numbers)) if numbers else None
 
 
-def check_versions(group: Group, published: set[Version]) -> None:
-    """Raise `EngineError` where an engine says that a version sampled which is not one of these."""
+def check_versions(group: Group, published: set[Version], since: int) -> None:
+    """Raise `EngineError` where an engine says that a version sampled which is not one of these, or is older than
+    number `since`, which all engines had when the lease was made: stale tokens would be sampled anew for ever."""
     last = None
     for t in [t for e in group.episodes for t in e.trajectories]:
         if t.spans is not last:  # most answers of a group share them
             last = t.spans
-            for version in {s.version for s in last} - published:
-                raise bad_answer(t.engine, t.id, f"tokens of {version}, no published version of {group.policy!r}")
+            for version in [s.version for s in last if s.version.number < since or s.version not in published]:
+                due = f"a published version of {group.policy!r}, from number {since} on, was due"
+                raise bad_answer(t.engine, t.id, f"tokens of {version} where {due}")
 
 
 def is_stale(versions: tuple[int, int] | None, step: int, schedule: ScheduleConfig) -> bool:

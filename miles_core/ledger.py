@@ -50,12 +50,8 @@ class Ledger:
 
     # --- what comes next ---------------------------------------------------------------------------------------------
 
-    def open_slots(self, policy: str) -> int:
-        """Slots of consumed steps, claimed, buffered or leased: what the admission bound is compared with."""
-        return len(self.books[policy].slots)
-
     def next_slot(self, policy: str) -> int:
-        """The lowest free slot."""
+        """The lowest slot that is not taken: by a consumed step, or a group that is claimed, waits or is in flight."""
         return self.books[policy].slots.nth(0)
 
     def next_position(self, policy: str, slot: int) -> int:

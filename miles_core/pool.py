@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -52,6 +52,10 @@ class _Call:
     task: asyncio.Task[Any] = field(default_factory=lambda: cast("asyncio.Task[Any]", asyncio.current_task()))
     aborted: set[str] = field(default_factory=set)  # request ids
     lost: bool = False  # its member was quarantined under it, and `task` cancelled to tell it so
+
+
+class _LostError(Exception):
+    """The member of a call was quarantined under it."""
 
 
 class Pool:
@@ -221,13 +225,9 @@ class Pool:
         self._calls |= dict.fromkeys(ids, call)
         member.load += len(ids)
         try:
-            results = await member.engine.generate_many(requests)  # type: ignore[attr-defined]
-        except asyncio.CancelledError:
-            if not call.lost or call.task.uncancel():  # somebody else cancelled it too
-                raise
+            results = await _answer(call, member.engine.generate_many(requests))  # type: ignore[attr-defined]
+        except Exception:  # each alone will meet it again, and deal with it
             return [_nothing(request) if request.id in call.aborted else None for request in requests]
-        except Exception:
-            return found  # each alone will meet it again, and deal with it
         finally:
             member.load -= len(ids)
             for request_id in ids:
@@ -343,17 +343,13 @@ class Pool:
         member.load += 1
         call.member = name
         try:
-            return _checked(name, request, await member.engine.generate(request))
-        except asyncio.CancelledError:
-            if not call.lost or call.task.uncancel():
-                raise
+            return _checked(name, request, await _answer(call, member.engine.generate(request)))
+        except _LostError:
             failures.append(f"{name}: {member.why}")
             return None
         except (EngineError, OSError) as error:
             # This call noticed; a quarantine, also one by another call, cancels the rest.
             call.member = ""
-            if call.lost:
-                call.task.uncancel()  # the engine's client made this error of it
             health = await self.health(name)
             if losses == self.losses[name]:  # else another call saw to it, and the member may be back already
                 if health.ok and not isinstance(error, OSError):
@@ -378,6 +374,22 @@ class Pool:
         return replace(completion, spans=spans)
 
 
+async def _answer(call: _Call, asked: Awaitable[Any]) -> Any:
+    """What a member answers. Raises `_LostError` where it was lost meanwhile, whatever its client then made of the
+    cancellation: an answer, or an error of its own."""
+    try:
+        answer = await asked
+    except (Exception, asyncio.CancelledError):
+        if not call.lost:
+            raise
+    else:
+        if not call.lost:
+            return answer
+    if call.task.uncancel():  # somebody else cancelled it too
+        raise asyncio.CancelledError
+    raise _LostError
+
+
 def _checked(name: str, request: Request, answer: Any) -> Completion:
     """The border to an engine: what it answered is an answer, and to that request."""
     left = request.sampling.max_new_tokens - (0 if request.resume is None else len(request.resume))
@@ -389,14 +401,23 @@ def _checked(name: str, request: Request, answer: Any) -> Completion:
     elif not isinstance(answer.finish, Finish):
         wrong = f"finish {answer.finish!r}, which is no Finish"
     elif not isinstance(columns, (dict, Mapping)) or getattr(columns.get("tokens"), "ndim", 0) != 1:  # a dict, mostly
-        wrong = "no column tokens"
+        wrong = "no array of tokens"
     elif len(tokens := columns["tokens"]) > left:
         wrong = f"{len(tokens)} tokens, {left} were asked for"
-    elif not isinstance(answer.spans, (tuple, list)):
-        wrong = f"version spans {answer.spans!r:.80}"
+    elif not _are_spans(answer.spans):
+        wrong = f"version spans {answer.spans!r:.300}"
     else:
         return answer
     raise bad_answer(name, request.id, wrong)
+
+
+def _are_spans(spans: Any) -> bool:
+    for span in spans if isinstance(spans, (tuple, list)) else (None,):
+        if not isinstance(span, Span) or not isinstance(version := span.version, Version):
+            return False
+        if not type(span.start) is type(span.end) is type(version.lineage) is type(version.number) is int:
+            return False
+    return True
 
 
 def _rest(request: Request, parts: Sequence[Completion], left_s: float) -> Request:

@@ -59,6 +59,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _FINISH = attrgetter("finish")
+#: What extensions leave as it is, since trajectories and accounts say it.
+_KEPT: dict[str, Callable[[Request], Any]] = {
+    **{key: attrgetter(key) for key in ("id", "policy", "sampling", "seed", "resume")},
+    "prompt's tokens": lambda request: request.prompt.get("tokens"),
+}
 _OK, _TRUNCATED, _CUT = Status.OK, Status.TRUNCATED, Finish.LENGTH  # CPython 3.11 calls a function for each look-up
 
 
@@ -311,12 +316,12 @@ class Sampler:
         sent = request
         for edit in self._edits:
             sent = edit(sent)
-        kept = "id", "policy", "sampling", "seed", "resume"
-        same = sent is request or all(getattr(sent, key, edit) is getattr(request, key) for key in kept)
-        if not same or sent.prompt.get("tokens") is not request.prompt["tokens"]:
-            told = f"an extension made {sent!r:.300} of request {request.id!r}"
-            what = f"{told}; its {', '.join(kept)} and its prompt's tokens must stay"
-            raise PluginContractError(what, fix="edit what else a request has, or set rollout.* in the run file")
+        if not isinstance(sent, Request):
+            raise PluginContractError(f"an extension made {sent!r:.80} of a request", fix="return the request")
+        for key, of in _KEPT.items() if sent is not request else ():
+            if (new := of(sent)) is not (old := of(request)) and not np.array_equal(new, old):
+                what = f"an extension changed the {key} of request {request.id!r} from {old!r:.80} to {new!r:.80}"
+                raise PluginContractError(what, fix="edit what else a request has, or set rollout.* in the run file")
         return sent
 
     def _extra(self, shared: _Shared, request: Request, completion: Completion) -> Mapping[str, Any]:

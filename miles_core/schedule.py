@@ -167,8 +167,7 @@ class Loop:
         self._evict(side)
         rounds = self._round + 1 if self.stop.is_set() else self.steps
         bound = limit(side.schedule, side.book.published, rounds * side.setup.share)
-        while self.ledger.open_slots(side.name) < bound:
-            slot = self.ledger.next_slot(side.name)
+        while (slot := self.ledger.next_slot(side.name)) < bound:
             position = self.ledger.next_position(side.name, slot)
             env, task, attempt = side.setup.tasks.task(position)
             lease = self.ledger.lease(
@@ -182,7 +181,7 @@ class Loop:
         try:
             group = await self.sampler.run(lease, group_size=size, sampling=sampling, split=lease.split)
             if not self._closing:
-                check_versions(group, side.published)
+                check_versions(group, side.published, lease.started_version)
                 accept(lease, group)
         except asyncio.CancelledError:
             if not self._closing:
@@ -277,7 +276,7 @@ class Loop:
             if not missing:
                 raise LedgerError(
                     f"step {step} of policy {side.name!r} can never be filled: nothing is in flight and no lease may "
-                    f"start (open {self.ledger.open_slots(side.name)}, published {side.book.published})",
+                    f"start (next slot {self.ledger.next_slot(side.name)}, published {side.book.published})",
                     fix="report this: the admission rule is broken",
                 )
             first = ", ".join(f"{lease.task.id} (slot {lease.slot})" for lease in missing[:3])

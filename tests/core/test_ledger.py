@@ -73,7 +73,7 @@ class Moves(RuleBasedStateMachine):
     def book(self):
         return self.ledger.books["main"]
 
-    @precondition(lambda self: self.ledger.open_slots("main") < limit(self.schedule, self.book.published, 1000))
+    @precondition(lambda self: self.ledger.next_slot("main") < limit(self.schedule, self.book.published, 1000))
     @rule()
     def lease(self):
         self.flying.append(take(self.ledger))

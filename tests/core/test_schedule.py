@@ -1,12 +1,13 @@
 """The loop in virtual time: admission, order, lag, filters, stops, deadlines, errors, several policies."""
 
+import asyncio
 import tempfile
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from miles_core.cli.accounting import check_history
@@ -350,6 +351,22 @@ def test_a_stop_request_finishes_the_step_saves_and_can_go_on(folder, tmp_path):
     assert sim.run().status == "finished"
     proven(sim)
     assert sim.weights == whole.weights and sim.trained == whole.trained
+
+
+@example(Scenario(schedule=ScheduleConfig(groups_per_step=2, group_size=1, max_staleness=2), steps=4, reject=0.5), 2.0)
+@given(scenarios(), st.floats(0, 30))
+@settings(max_examples=150, deadline=None)
+def test_a_stop_request_at_any_time_finishes_its_step_and_can_go_on(scenario, at):
+    """Also where leases of that step are dropped while others, sampled ahead, wait."""
+    with tempfile.TemporaryDirectory() as folder:
+        sim = Simulation(scenario, Path(folder) / "journal")
+        sim.is_set = lambda: asyncio.get_running_loop().time() >= at
+        first = sim.run()
+        done = {policy: first.step * share for policy, share in scenario.policies.items()}
+        assert {policy: book.consumed for policy, book in sim.ledger.books.items()} == done
+        del sim.is_set
+        assert sim.run().status == "finished"
+        proven(sim)
 
 
 def test_a_stop_request_saves_where_what_is_abandoned_fails(folder):

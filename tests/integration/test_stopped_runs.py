@@ -359,8 +359,10 @@ def test_the_first_error_of_any_side_surfaces_and_a_resume_goes_on(miles, resume
     resumes()
 
 
-@pytest.mark.parametrize("told", [{"number": 7}, {"policy": "critic"}, {"lineage": 1}, {"number": -1}], ids=str)
-def test_tokens_of_a_version_that_was_never_published_are_not_trained(miles, resumes, monkeypatch, told):
+@pytest.mark.parametrize(
+    "told", [{"number": 7}, {"policy": "critic"}, {"lineage": 1}, {"number": -1}, {"number": 0}], ids=str
+)
+def test_tokens_of_a_version_that_was_never_published_or_is_out_of_use_stop_the_run(miles, resumes, monkeypatch, told):
     generate, asked = ToyEngine.generate, []
 
     async def strange(self, request):
@@ -373,7 +375,8 @@ def test_tokens_of_a_version_that_was_never_published_are_not_trained(miles, res
         patched.setattr(ToyEngine, "generate", strange)
         said = miles("run", "toy.yaml", *SMALL)
     version = replace(Version(policy="main", lineage=0, number=1), **told)
-    stopped(said, "MILES-E600", f"tokens of {version}, no published version of 'main'", "engine 'toy'")
+    due = "where a published version of 'main', from number 1 on, was due"
+    stopped(said, "MILES-E600", f"tokens of {version} {due}", "engine 'toy'")
     resumes()
 
 

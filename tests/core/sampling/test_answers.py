@@ -94,9 +94,6 @@ BREAKS = {
     "late span": replace(GOOD, spans=(Span(start=1, end=3, version=OLD),)),
     "long span": replace(GOOD, spans=(Span(start=0, end=4, version=OLD),)),
     "empty span": replace(GOOD, spans=(*GOOD.spans, Span(start=3, end=3, version=NEW))),
-    "span from a float": replace(GOOD, spans=(Span(start=0.0, end=3, version=OLD),)),
-    "span to a float": replace(GOOD, spans=(Span(start=0, end=3.0, version=OLD),)),
-    "span of NumPy": replace(GOOD, spans=(Span(start=0, end=np.int64(3), version=OLD),)),
     "spans overlap": replace(GOOD, spans=(Span(start=0, end=2, version=OLD), Span(start=1, end=3, version=NEW))),
 }
 

@@ -264,16 +264,50 @@ def test_a_follower_pool_obeys_the_controller():
 
 
 class Together(FakeEngine):
-    """Answers many at once; `spoil` changes what it answers."""
+    """Answers many at once; `spoil` changes what it answers. `makes` is what its client makes of a cancellation: an
+    error, or an answer of `makes` tokens."""
 
     def __init__(self, name):
         super().__init__(name)
-        self.batches, self.spoil = [], lambda results: results
+        self.batches, self.spoil, self.makes = [], lambda results: results, None
+
+    async def generate(self, request):
+        try:
+            return await super().generate(request)
+        except asyncio.CancelledError:
+            return self._made(request)
 
     async def generate_many(self, requests):
         self.batches.append([r.id for r in requests])
-        results = await asyncio.gather(*map(self.generate, requests), return_exceptions=True)
+        try:
+            results = await asyncio.gather(*map(self.generate, requests), return_exceptions=True)
+        except asyncio.CancelledError:
+            return [self._made(request) for request in requests]
         return self.spoil(results)
+
+    def _made(self, request):
+        if not isinstance(self.makes, int):
+            raise self.makes or asyncio.CancelledError
+        numbers = np.full(self.makes, 9, np.int32)
+        return Completion(
+            request=request.id,
+            columns={"tokens": numbers, "logprobs": -numbers.astype(np.float32)},
+            spans=(Span(start=0, end=self.makes, version=self.version),) if self.makes else (),
+            finish=Finish.LENGTH if self.makes == request.sampling.max_new_tokens else Finish.ABORT,
+            engine=self.name,
+        )
+
+
+MAKES = [
+    None,
+    EngineError("the connection was cancelled", fix="x"),
+    DeadlineError("late", fix="x"),
+    ConnectionResetError(),
+    ValueError("closed"),
+    0,
+    1,
+    2,
+]
 
 
 def together(count):
@@ -391,23 +425,28 @@ def test_another_number_of_answers_than_of_requests_stops_the_run():
     asyncio.run(main())
 
 
-async def one_in_flight(many):
+async def one_in_flight(many, makes=None):
     """Two members, a request that stands still on one of them, and that one's name."""
     pool, engines = together(2)
     for engine in engines.values():
-        engine.limit = 1
+        engine.limit, engine.makes = 1, makes
     task = asyncio.create_task(pool.generate_many(requests(1)) if many else pool.generate(requests(1)[0]))
     await asyncio.sleep(0.02)
     (name,) = [name for name, member in pool._members.items() if member.load]
     return pool, engines, task, name
 
 
+@pytest.mark.parametrize("makes", MAKES, ids=repr)
+@pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("many", [False, True])
-def test_a_caller_that_is_cancelled_as_its_member_is_lost_is_cancelled(many):
+def test_a_caller_that_is_cancelled_as_its_member_is_lost_is_cancelled(many, first, makes):
     async def main():
-        pool, _, task, name = await one_in_flight(many)
+        pool, _, task, name = await one_in_flight(many, makes)
+        if first:
+            task.cancel()
         pool.quarantine(name, "unplugged")
-        task.cancel()
+        if not first:
+            task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asyncio.wait_for(task, 5)
         assert task.cancelling() == 1 and not pool._calls
@@ -524,6 +563,10 @@ def test_the_loss_of_another_member_excuses_no_error():
     asyncio.run(main())
 
 
+def spans(**odd):
+    return (Span(**({"start": 0, "end": 2, "version": version(0)} | odd)),)
+
+
 @pytest.mark.parametrize(
     ("spoilt", "why"),
     [
@@ -531,13 +574,22 @@ def test_the_loss_of_another_member_excuses_no_error():
         (lambda done: {"tokens": [1]}, "dict, which is no completion"),
         (lambda done: asyncio.CancelledError(), "CancelledError, which is no completion"),
         (lambda done: replace(done, finish="stop"), "finish 'stop', which is no Finish"),
-        (lambda done: replace(done, columns=None), "no column tokens"),
-        (lambda done: replace(done, columns={}), "no column tokens"),
-        (lambda done: replace(done, columns=[1]), "no column tokens"),
-        (lambda done: replace(done, columns={"tokens": [[1], [1, 2]]}), "no column tokens"),
+        (lambda done: replace(done, columns=None), "no array of tokens"),
+        (lambda done: replace(done, columns={}), "no array of tokens"),
+        (lambda done: replace(done, columns=[1]), "no array of tokens"),
+        (lambda done: replace(done, columns={"tokens": [[1], [1, 2]]}), "no array of tokens"),
         (lambda done: replace(done, spans=None), "version spans None"),
-        (lambda done: replace(done, columns={"tokens": 5}), "no column tokens"),
-        (lambda done: replace(done, columns={"tokens": np.zeros((2, 1), np.int32)}), "no column tokens"),
+        (lambda done: replace(done, spans=(None,)), "version spans "),
+        (lambda done: replace(done, spans=((0, 2, version(0)),)), "version spans "),
+        (lambda done: replace(done, spans=spans(start=0.0)), "version spans "),
+        (lambda done: replace(done, spans=spans(end=2.0)), "version spans "),
+        (lambda done: replace(done, spans=spans(end=np.int64(2))), "version spans "),
+        (lambda done: replace(done, spans=spans(end=True)), "version spans "),
+        (lambda done: replace(done, spans=spans(version=["main", 0, 0])), "version spans "),
+        (lambda done: replace(done, spans=spans(version=version(np.int64(0)))), "version spans "),
+        (lambda done: replace(done, spans=spans(version=replace(version(0), lineage=0.0))), "version spans "),
+        (lambda done: replace(done, columns={"tokens": 5}), "no array of tokens"),
+        (lambda done: replace(done, columns={"tokens": np.zeros((2, 1), np.int32)}), "no array of tokens"),
         (lambda done: replace(done, columns={"tokens": np.zeros(3, np.int32)}), "3 tokens, 2 were asked for"),
         (lambda done: replace(done, request="other"), "the answer to 'other'"),
     ],
@@ -637,23 +689,29 @@ def test_a_batch_that_is_aborted_with_all_of_its_tokens_is_complete():
     asyncio.run(main())
 
 
-def test_a_client_that_makes_its_own_error_of_a_cancellation():
-    class Client(FakeEngine):
-        async def generate(self, request):
-            try:
-                return await super().generate(request)
-            except asyncio.CancelledError:
-                raise EngineError("the connection was cancelled", fix="x") from None
-
+@pytest.mark.parametrize("makes", MAKES, ids=repr)
+@pytest.mark.parametrize("many", [False, True])
+def test_a_lost_request_moves_whatever_its_client_makes_of_the_cancellation(many, makes):
     async def main():
-        engines = {"e0": Client("e0"), "e1": FakeEngine("e1")}
-        pool = Pool(engines)
-        for name in engines:
-            admit(pool, name)
-        engines["e0"].gate.clear()
-        task = asyncio.create_task(pool.generate(request()))
-        await asyncio.sleep(0.01)
-        pool.quarantine("e0", "gone")
-        assert tokens(await task) == [0, 1, 2, 3] and task.cancelling() == 0
+        pool, engines, task, name = await one_in_flight(many, makes)
+        for engine in engines.values():
+            engine.limit = 100
+        engines[name].gate.clear()
+        pool.quarantine(name, "gone")
+        done = await asyncio.wait_for(task, 5.0)
+        assert tokens(done[0] if many else done) == [0, 1]
+        assert task.cancelling() == 0 and not pool._calls
+
+    asyncio.run(main())
+
+
+def test_what_was_aborted_does_not_begin_again_where_its_batch_fails():
+    async def main():
+        pool, engines, task, name = await one_in_flight(many=True)
+        engines[name].spoil, engines[name].ok = lambda results: 1 / 0, False
+        await pool.abort(["r0"])
+        (done,) = await asyncio.wait_for(task, 5.0)
+        assert done.finish == Finish.ABORT and tokens(done) == []
+        assert sum(len(engine.seen) for engine in engines.values()) == 1
 
     asyncio.run(main())

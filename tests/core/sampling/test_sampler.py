@@ -1,6 +1,7 @@
 """Episodes: rewards, failures and their reasons, what stops a run, seeds, demonstrations, abort, workers."""
 
 import asyncio
+import copy
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -509,10 +510,27 @@ def test_an_extension_may_not_edit_what_trajectories_say_of_a_request(together, 
         request = staticmethod(EDITS[what])
 
     sampler, asked = make(Env(), extensions=[Odd()])
-    told = "an extension made .* its id, policy, sampling, seed, resume and its prompt's tokens must stay"
-    with pytest.raises(PluginContractError, match=told):
+    told = {"length": "sampling", "prompt": "prompt's tokens", "no prompt": "prompt's tokens"}.get(what, what)
+    with pytest.raises(PluginContractError, match=rf"extension (changed the {told} of request|made None of)"):
         run(sampler)
     assert not asked
+
+
+SAME = {
+    "a deep copy": copy.deepcopy,
+    "equal fields": lambda r: replace(r, sampling=replace(r.sampling), id="".join(list(r.id)), want=frozenset(r.want)),
+    "other arrays": lambda r: replace(r, prompt={"tokens": r.prompt["tokens"].astype(np.int64)}),
+}
+
+
+@pytest.mark.parametrize("what", SAME)
+def test_an_extension_may_write_the_same_anew(together, what):
+    class Anew:
+        request = staticmethod(SAME[what])
+
+    sampler, asked = make(Env(), extensions=[Anew()])
+    assert [e.status for e in run(sampler).episodes] == [Status.OK] * 2
+    assert len(asked) == 2
 
 
 def test_an_extension_may_edit_what_else_a_request_has(together):

@@ -215,10 +215,11 @@ def refuse_existing(path: Path) -> None:
         if not (path / "resolved.yaml").is_file():
             raise RunExistsError(f"{path} exists, and is no run directory", fix=another)
         raise RunExistsError(f"the run directory {path} exists", fix=f"go on with it by --resume, or {another}")
-    both = "resolved.yaml", "plugins.lock"
-    if within := next((p for p in path.absolute().parents if all(os.path.isfile(p / name) for name in both)), None):
-        raise _cannot_make(path, f"it would lie inside the run directory {within}")
-    above = next((p for p in path.absolute().parents if os.path.exists(p)), Path("/"))
+    both, parents = ("resolved.yaml", "plugins.lock"), Path(os.path.abspath(path)).parents
+    if within := next((p for p in parents if all(os.path.isfile(p / name) for name in both)), None):
+        why = f"the run directory {path} would lie inside the run directory {within}"
+        raise RunDirError(why, fix="name a place outside of it by run.dir=…")
+    above = next((p for p in parents if os.path.exists(p)), Path("/"))
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
         raise _cannot_make(path, f"{above} is {'not writable' if above.is_dir() else 'no directory'}")
 

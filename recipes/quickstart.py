@@ -19,11 +19,11 @@ MILES = str(Path(sys.executable).with_name("miles"))
 def miles(*arguments: str) -> None:
     """Run one `miles` command where the user can see it; stop with its exit code."""
     print(f"\n$ miles {' '.join(arguments)}", flush=True)
-    process = subprocess.Popen([MILES, *arguments])
+    process, interrupted = subprocess.Popen([MILES, *arguments]), 0
     while (code := _ended(process)) is None:
-        pass
-    if code:
-        sys.exit(code)
+        interrupted = 130
+    if code or interrupted:  # it may have finished all the same: nothing follows
+        sys.exit(code or interrupted)
 
 
 def _ended(process: subprocess.Popen[bytes]) -> int | None:
@@ -62,7 +62,7 @@ def main() -> None:
     if is_done(warmup):
         print(f"reusing the warm-up in {warmup}")
     else:
-        resume = ["--resume"] if warmup.exists() else []
+        resume = ["--resume"] if (warmup / "resolved.yaml").is_file() else []
         miles("run", str(HERE / "warmup.yaml"), f"run.dir={warmup}", f"run.seed={seed}", *resume)
 
     name = free_name(runs, "quickstart" if seed == 7 else f"quickstart-seed{seed}")

@@ -64,8 +64,8 @@ def check_history(
 
 
 def check_published(frames: Iterable[Frame]) -> list[str]:
-    """Every version that sampled a trained token had been published: with the receipts of the engines that served it,
-    or as the alias of the version before it, which had."""
+    """Every version that sampled a trained token was one of its policy and had been published: with the receipts of the
+    engines that served it, or as the alias of the version before it, which had."""
     verified: set[tuple[str, int, int]] = set()
     before: dict[tuple[str, int], int] = {}  # policy and lineage -> the number that was published last
     sampled_by: dict[str, list[tuple[str, int, int]]] = {}
@@ -83,11 +83,15 @@ def check_published(frames: Iterable[Frame]) -> list[str]:
             sampled_by[header["lease"]] = [tuple(version) for version in header["versions"]]
         elif frame.kind == "trained":
             versions = {version for lease in header["leases"] for version in sampled_by.get(lease, ())}
-            for name, lineage, number in sorted(versions - verified):
-                found.append(
-                    f"step {header['step']} of policy {header['policy']}: version {name}@{lineage}.{number} sampled "
-                    "for it and was never verified"
-                )
+            for name, lineage, number in sorted(versions):
+                if name != header["policy"]:
+                    why = "is of another policy"
+                elif (name, lineage, number) not in verified:
+                    why = "was never verified"
+                else:
+                    continue
+                where = f"step {header['step']} of policy {header['policy']}"
+                found.append(f"{where}: version {name}@{lineage}.{number} sampled for it and {why}")
     return found
 
 

@@ -73,7 +73,7 @@ def _short_for(name: str, catalogue: Catalogue) -> list[str]:
     return [
         "\nshort for, under `algorithm`, whose other keys `miles config schema algorithm` shows:",
         *(f"  {key}: {written(value)}" for key, value in tree.items()),
-        *([f"fields of its parts: miles config schema {' | '.join(sorted(shown))}"] if shown else []),
+        *([f"fields of its parts: miles config schema X, with X one of {', '.join(sorted(shown))}"] if shown else []),
     ]
 
 

@@ -140,9 +140,10 @@ def draw(name: str, curve: Curve, width: int = WIDTH, height: int = HEIGHT) -> s
         y = round((high - value) / span * (4 * height - 1))
         rows[y // 4][x // 2] |= (0x01, 0x08, 0x02, 0x10, 0x04, 0x20, 0x40, 0x80)[(y % 4) * 2 + x % 2]
     lines = [f"{name}: {values[0]:.3g} -> {values[-1]:.3g}, step {steps[0]} to {steps[-1]}"]
-    for index, row in enumerate(rows):
-        label = f"{high:8.3g}" if index == 0 else f"{low:8.3g}" if index == height - 1 else " " * 8
-        lines.append(f"{label} |" + "".join(chr(0x2800 + dots) for dots in row))
+    labels = [f"{high:.3g}", *[""] * (height - 2), f"{low:.3g}"]
+    beside = max(8, *map(len, labels))
+    for label, row in zip(labels, rows, strict=True):
+        lines.append(f"{label:>{beside}} |" + "".join(chr(0x2800 + dots) for dots in row))
     return "\n".join(lines)
 
 

@@ -27,7 +27,7 @@ from miles_core.errors import CombinationError, ConfigRangeError, MilesError
 GROUP_BASELINES = ("group", "leave_one_out", "centred")
 
 #: Engines and trainers divide by these numbers in float32.
-TINY = 1e-30
+TINY, HUGE = 1e-30, 1e30
 
 #: What is wrong with a combination, and the fix.
 Wrong = Iterator[tuple[str, str]]
@@ -65,10 +65,10 @@ def _ranges(run_file: RunFile) -> Wrong:
             f"eval.engines is {run_file.eval.engines.value!r}, which is not built yet: engines of the pool evaluate",
             "write pool",
         )
-    if 0 < (hot := run_file.eval.temperature) < TINY or hot > 1 / TINY:
+    if 0 < (hot := run_file.eval.temperature) < TINY or hot > HUGE:
         yield f"eval.temperature is {hot:g}; it must be 0, or from 1e-30 to 1e30", "write 0, which is greedy, or 1.0"
     for part in run_file.engines.values():
-        if not TINY <= part.core.temperature <= 1 / TINY:
+        if not TINY <= part.core.temperature <= HUGE:
             yield (
                 f"{part.at}.temperature is {part.core.temperature:g}; training needs one above 0 (1e-30 to 1e30)",
                 "write 1.0; evaluations are greedy with eval.temperature: 0",

@@ -517,6 +517,18 @@ def test_what_sampled_must_have_been_verified(before, good):
     assert found == [] if good else found[0].endswith("version main@0.0 sampled for it and was never verified")
 
 
+def test_what_sampled_must_be_of_the_policy_that_is_trained():
+    other = published(0)
+    other[1]["policy"] = "other"
+    kind, group = GOOD[2]
+    assert kind == "group"
+    versions = [["other", *version[1:]] for version in group["versions"]]
+    (found,) = check_published(
+        frames(published(0), other, *GOOD[:2], (kind, group | {"versions": versions}), *GOOD[3:])
+    )
+    assert found == "step 0 of policy main: version other@0.0 sampled for it and is of another policy"
+
+
 def test_masked_groups_are_judged_by_what_was_trained():
     schedule = replace(STRICT, on_stale="mask")
     records = (*GOOD[:3], group_frame(1, -2), trained(0, 0, 1, oldest=0))

@@ -407,8 +407,17 @@ def test_a_run_directory_that_exists(miles):
     refused(miles("run", "runs"), "MILES-E100", "runs is a directory", "Fix: name a run file in it")
     Path("file").write_text("")
     refused(miles("run", "toy.yaml", "run.dir=file"), "MILES-E900", "file exists, and is no run directory")
-    refused(miles("run", "toy.yaml", "run.name=toy/again"), "MILES-E903", "it would lie inside the run directory")
+    refused(miles("run", "toy.yaml", "run.name=toy/again"), "MILES-E903", "would lie inside the run directory")
     assert everything() == sorted([*before, "file"])
+
+
+def test_a_path_that_leaves_a_run_directory_lies_outside_of_it(miles, monkeypatch):
+    assert miles("run", "toy.yaml", "run.steps=1").code == 0
+    assert miles("run", "toy.yaml", "run.steps=1", "run.dir=runs/toy/../other").code == 0
+    monkeypatch.chdir("runs/toy")
+    assert miles("run", "../../toy.yaml", "run.steps=1", "run.dir=../third").code == 0
+    refused(miles("run", "../../toy.yaml", "run.dir=../toy/in"), "MILES-E903", "would lie inside the run directory")
+    assert sorted(path.name for path in Path("..").iterdir()) == ["other", "third", "toy"]
 
 
 @pytest.mark.parametrize("where", ["/proc/none/run", "/proc/x", "file/run"])

@@ -44,15 +44,17 @@ def test_a_run_is_done_once_it_has_all_of_its_steps(miles, quickstart):
     assert quickstart.is_done(RUN)
 
 
-def test_ctrl_c_lets_the_command_save_and_leaves_with_its_exit_code(tmp_path):
+@pytest.mark.parametrize("code", [130, 0])
+def test_ctrl_c_lets_the_command_save_and_leaves(tmp_path, code):
+    """`code` 0: Ctrl-C met the command's last step."""
     command = tmp_path / "miles"
-    command.write_text(COMMAND)
+    command.write_text(COMMAND.replace("130", str(code)))
     command.chmod(0o755)
     start = (
         f"import runpy; miles = runpy.run_path({str(SCRIPT)!r})['miles']; miles.__globals__['MILES'] = {str(command)!r}"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", f"{start}; miles('run')"],
+        [sys.executable, "-c", f"{start}; miles('run'); miles('again')"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

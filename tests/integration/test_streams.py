@@ -1,6 +1,7 @@
 """Whoever reads a command's standard streams may leave, and a stream may lead nowhere: the command ends as it would."""
 
 import os
+import pty
 import shlex
 import signal
 import subprocess
@@ -82,6 +83,60 @@ def test_a_stream_that_broke_stays_quiet(tmp_path):
         assert Stream(full, matters=False).write("a\n" * 100_000) == 200_000
     with open("/dev/full", "w") as full, pytest.raises(ExportError, match="No space left"):
         Stream(full, matters=True).write("a\n" * 100_000)
+
+
+def test_an_error_that_a_library_caught_is_told_in_the_end(miles):
+    """Click tries the stream with an empty text, and swallows what that raises."""
+    unbuffered = {**BUFFERED, "PYTHONUNBUFFERED": "1"}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [MILES, "--help"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False, env=unbuffered
+        )
+    assert done.returncode == 2 and done.stderr.startswith("MILES-E904: the output cannot be written")
+
+
+def test_a_terminal_that_was_closed_stops_no_run(miles):
+    """As after `disown`: nothing but the output tells that it is gone."""
+    ours, theirs = pty.openpty()
+    arguments = ("run", "toy.yaml", *SMALL, "run.steps=60", "env.delay_s=0.01", "trackers={console: {style: plain}}")
+    process = subprocess.Popen(
+        [MILES, *arguments],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+    )
+    os.close(theirs)
+    os.read(ours, 1)
+    os.close(ours)
+    assert process.wait(60) == 0
+    assert RunDir.open(RUN).latest().step == 60
+
+
+def children(pid: int) -> list[int]:
+    own = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return own + [further for child in own for further in children(child)]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc")
+def test_worker_processes_get_streams_that_lead_nowhere(miles):
+    """What else would take their numbers is written into by whatever complains."""
+    many = ("run.steps=100000", "env.delay_s=0.01", "schedule.samplers=1", "launcher=toy-processes")
+    many += ("rollout={use: toy-socket, max_new_tokens: 2}", "sync=toy-socket")
+    line = f"exec {shlex.join([str(MILES), 'run', 'toy.yaml', *SMALL, *many])} >&- 2>&-"
+    process = subprocess.Popen(["bash", "-c", line], start_new_session=True)
+    try:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and not (RUN / "checkpoints" / "step_000002").is_dir():
+            time.sleep(0.02)
+        workers = children(process.pid)
+        assert workers
+        for worker in workers:
+            assert [os.readlink(f"/proc/{worker}/fd/{number}") for number in (1, 2)] == ["/dev/null"] * 2
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(60)
 
 
 def test_what_a_terminal_cannot_show_is_spelled_out(miles):

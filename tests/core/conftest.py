@@ -1,5 +1,6 @@
 """Fixtures: small plugin distributions, written as metadata and a module into a folder on `sys.path`."""
 
+import importlib
 import sys
 import textwrap
 from pathlib import Path
@@ -222,6 +223,7 @@ class Plugins:
         head = [f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\nSummary: {summary}"]
         (info / "METADATA").write_text("\n".join([*head, *(f"Requires-Dist: {r}" for r in requires), extra]))
         (info / "entry_points.txt").write_text(entry_points)
+        importlib.invalidate_caches()  # it goes by times, which are coarse on some machines
 
     def module(self, name, code):
         (self.folder / f"{name}.py").write_text(textwrap.dedent(code))

@@ -1,6 +1,7 @@
 """Whole runs in this process: `toy(...)` writes a run file of toy plugins, runs it, and gives back what it left."""
 
 import asyncio
+import importlib
 import shutil
 import subprocess
 import sys
@@ -127,6 +128,7 @@ def site(tmp_path, monkeypatch):
             (folder / f"{module}.py").write_text(textwrap.dedent(text))
             modules.append(module)
         discovery._scanned = None
+        importlib.invalidate_caches()  # it goes by times, which are coarse on some machines
         return folder
 
     yield add

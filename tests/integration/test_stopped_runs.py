@@ -381,7 +381,7 @@ def test_tokens_of_a_version_that_was_never_published_or_is_out_of_use_stop_the_
 
 
 def test_an_error_while_a_checkpoint_is_being_committed_never_tears_it(miles, resumes, monkeypatch):
-    commit, generate, committing = RunDir.commit_checkpoint, ToyEngine.generate, []
+    commit, generate, committing, asked = RunDir.commit_checkpoint, ToyEngine.generate, [], []
 
     def slow(self, draft, step, ledger):
         committing.append(step)
@@ -389,7 +389,10 @@ def test_an_error_while_a_checkpoint_is_being_committed_never_tears_it(miles, re
         return commit(self, draft, step, ledger)
 
     async def failing(self, request):
-        await asyncio.sleep(0.1)  # the save of a step begins while the next one is sampled
+        asked.append(request)
+        for _ in range(3000 if len(asked) > 4 else 0):  # the save of a step begins while the next one is sampled
+            if not committing:
+                await asyncio.sleep(0.01)
         if committing:
             raise RuntimeError("while it is saved")
         return await generate(self, request)
@@ -466,9 +469,9 @@ HANG = """
 @pytest.mark.parametrize(
     ("module", "owner", "name", "code", "overrides"),
     [
-        ("backend", "ToyBackend", "update", "MILES-E303", ["schedule.stall_deadline_s=1.0"]),
-        ("backend", "ToyBackend", "save", "MILES-E303", ["schedule.stall_deadline_s=1.0"]),
-        ("sync", "ToySender", "carry", "MILES-E401", ["sync.deadline_s=1.0"]),
+        ("backend", "ToyBackend", "update", "MILES-E303", ["schedule.stall_deadline_s=3.0"]),
+        ("backend", "ToyBackend", "save", "MILES-E303", ["schedule.stall_deadline_s=3.0"]),
+        ("sync", "ToySender", "carry", "MILES-E401", ["sync.deadline_s=3.0"]),
     ],
 )
 def test_a_process_with_a_hanging_thread_ends(command, module, owner, name, code, overrides):
@@ -546,7 +549,7 @@ TWICE = """
         calls[0] += 1
         if calls[0] == {nth}:
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.2)  # two signals at once would be one
+            time.sleep(0.5)  # two signals at once would be one
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.2)
         return {wait} original(*args, **kwargs)

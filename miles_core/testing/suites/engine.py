@@ -456,7 +456,8 @@ class EngineConformance(EngineWeights, EngineBase):
                         ended = await asyncio.wait_for(task, 20.0)
                         check("pause abort ends requests with abort", ended.finish == Finish.ABORT, ended.finish)
                     late = asyncio.ensure_future(engine.generate(self.request([4], 1, id=f"l-{mode}")))
-                    await asyncio.sleep(0.05)
+                    for _ in range(10):  # rounds of the loop as well as time
+                        await asyncio.sleep(0.005)
                     check("a request during a pause waits for resume", not late.done(), mode)
                     if mode in ("in_place", "recompute"):
                         check("nothing is sampled during a pause", not task.done(), mode)

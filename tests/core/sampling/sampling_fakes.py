@@ -16,6 +16,12 @@ def version(number, policy="main"):
     return Version(policy=policy, lineage=0, number=number)
 
 
+async def a_while():
+    """Some turns of the loop as well as some time: a busy machine may sleep through the time in a single turn."""
+    for _ in range(20):
+        await asyncio.sleep(0.001)
+
+
 class FakeEngine:
     """Counts up from the number of earlier tokens, one token a turn of the loop, until `max_new_tokens`."""
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from sampling_fakes import FakeEngine, admit, request, version
+from sampling_fakes import FakeEngine, a_while, admit, request, version
 
 from miles_core.contracts.engine import Completion
 from miles_core.errors import DeadlineError, EngineError, QuorumError
@@ -29,7 +29,7 @@ def test_nothing_runs_before_a_receipt():
     async def main():
         pool, engines, _ = make()
         task = asyncio.create_task(pool.generate(request()))
-        await asyncio.sleep(0.02)
+        await a_while()
         assert not task.done() and not engines["e0"].seen
         admit(pool, "e1")
         pool.readmit("e1")
@@ -59,7 +59,7 @@ def test_least_load_and_sticky_sessions():
             admit(pool, name)
             engines[name].gate.clear()
         tasks = [asyncio.create_task(pool.generate(request(f"r{i}", session=f"s{i % 3}"))) for i in range(6)]
-        await asyncio.sleep(0.02)
+        await a_while()
         where = {r: name for name, e in engines.items() for r in e.seen}
         assert sorted(len(e.seen) for e in engines.values()) == [2, 2, 2]
         assert all(where[f"r{i}"] == where[f"r{i + 3}"] for i in range(3))
@@ -88,9 +88,9 @@ def test_a_pause_that_aborts_is_invisible_and_columns_continue():
         engine.limit = 3
         admit(pool, "e0")
         task = asyncio.create_task(pool.generate(request(n=7)))
-        await asyncio.sleep(0.02)
+        await a_while()
         await pool.hold("e0", "abort")
-        await asyncio.sleep(0.02)
+        await a_while()
         assert not task.done()  # it waits for the member to be released
         engine.version, engine.limit = version(1), 100
         admit(pool, "e0", 1)
@@ -113,9 +113,9 @@ def test_resume_given_by_the_caller_stays_context():
         assert tokens(done) == [2, 3, 4]
         engines["e0"].limit = 1
         task = asyncio.create_task(pool.generate(request("s", n=5, resume=np.array([0, 1], np.int32))))
-        await asyncio.sleep(0.02)
+        await a_while()
         await pool.hold("e0", "abort")
-        await asyncio.sleep(0.02)
+        await a_while()
         engines["e0"].limit = 9
         await pool.release("e0")
         assert tokens(await task) == [2, 3, 4]
@@ -131,7 +131,7 @@ def test_abort_ends_running_and_waiting_requests():
         admit(pool, "e0")
         running = asyncio.create_task(pool.generate(request("a")))
         waiting = asyncio.create_task(pool.generate(request("b", policy="absent", want=frozenset({"keep_ids"}))))
-        await asyncio.sleep(0.02)
+        await a_while()
         await pool.abort(["a", "b", "unknown"])
         done, empty = await running, await waiting
         assert (tokens(done), done.finish) == ([0, 1], Finish.ABORT)
@@ -148,7 +148,7 @@ def test_a_quarantined_member_loses_its_requests_to_others():
             admit(pool, name)
         engines["e0"].gate.clear()
         task = asyncio.create_task(pool.generate(request(session="s")))
-        await asyncio.sleep(0.01)
+        await a_while()
         assert engines["e0"].seen == ["r"]
         pool.quarantine("e0", "too slow")
         assert tokens(await task) == [0, 1, 2, 3]
@@ -166,7 +166,7 @@ def test_a_cancelled_caller_is_not_mistaken_for_a_lost_member():
         admit(pool, "e0")
         engines["e0"].gate.clear()
         task = asyncio.create_task(pool.generate(request()))
-        await asyncio.sleep(0.01)
+        await a_while()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -251,7 +251,7 @@ def test_a_follower_pool_obeys_the_controller():
         follower.follow(pool.state())
         engines["e0"].gate.clear()
         task = asyncio.create_task(follower.generate(request()))
-        await asyncio.sleep(0.01)
+        await a_while()
         pool.quarantine("e0", "gone")
         follower.follow(pool.state())
         assert tokens(await task) == [0, 1, 2, 3]
@@ -337,7 +337,7 @@ def test_engines_that_cannot_and_engines_without_weights_are_asked_one_by_one():
     async def main():
         pool, _, _ = make(1)
         task = asyncio.create_task(pool.generate_many(requests(2)))
-        await asyncio.sleep(0.02)
+        await a_while()
         assert not task.done()
         admit(pool, "e0")
         pool.readmit("e0")
@@ -351,9 +351,9 @@ def test_a_pause_that_aborts_a_batch_is_invisible():
         pool, engines = together(1)
         engines["e0"].limit = 2
         task = asyncio.create_task(pool.generate_many(requests(3)))
-        await asyncio.sleep(0.02)
+        await a_while()
         await pool.hold("e0", "abort")
-        await asyncio.sleep(0.02)
+        await a_while()
         engines["e0"].limit = 100
         await pool.release("e0")
         assert [tokens(done) for done in await task] == [[0, 1], [0, 1, 2], [0, 1, 2, 3]]
@@ -367,7 +367,7 @@ def test_an_abort_that_was_asked_for_ends_the_request():
         pool, engines = together(1)
         engines["e0"].limit = 2
         task = asyncio.create_task(pool.generate_many(requests(2)))
-        await asyncio.sleep(0.02)
+        await a_while()
         await pool.abort(["r1"])
         first, second = await task
         assert (first.finish, second.finish, tokens(second)) == (Finish.LENGTH, Finish.ABORT, [0, 1])
@@ -381,7 +381,7 @@ def test_a_lost_member_loses_its_share_to_the_others():
         pool, engines = together(2)
         engines["e0"].limit = engines["e1"].limit = 1
         task = asyncio.create_task(pool.generate_many(requests(4)))
-        await asyncio.sleep(0.02)
+        await a_while()
         engines["e1"].limit = 100
         pool.quarantine("e0", "gone")
         assert [tokens(done) for done in await task] == [list(range(2 + i)) for i in range(4)]
@@ -431,7 +431,7 @@ async def one_in_flight(many, makes=None):
     for engine in engines.values():
         engine.limit, engine.makes = 1, makes
     task = asyncio.create_task(pool.generate_many(requests(1)) if many else pool.generate(requests(1)[0]))
-    await asyncio.sleep(0.02)
+    await a_while()
     (name,) = [name for name, member in pool._members.items() if member.load]
     return pool, engines, task, name
 
@@ -459,7 +459,7 @@ def test_cancelling_the_caller_cancels_the_batch():
         pool, engines = together(1)
         engines["e0"].limit = 1
         task = asyncio.create_task(pool.generate_many(requests(2)))
-        await asyncio.sleep(0.02)
+        await a_while()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -511,7 +511,7 @@ def test_a_member_that_dies_with_many_requests_loses_all_of_them_to_the_others()
     async def main():
         pool, engines = slow_and_well()
         tasks = [asyncio.create_task(pool.generate(request(f"r{i}"))) for i in range(6)]
-        await asyncio.sleep(0.01)
+        await a_while()
         assert len(engines["e0"].seen) == 3
         engines["e0"].raises, engines["e0"].ok = EngineError("connection lost", fix="x"), False
         engines["e0"].gate.set()
@@ -529,7 +529,7 @@ def test_a_member_that_was_lost_and_came_back_before_it_said_how_it_is_stays(ok,
     async def main():
         pool, engines = slow_and_well()
         task = asyncio.create_task(pool.generate(request("r0")))
-        await asyncio.sleep(0.01)
+        await a_while()
         engines["e0"].raises, engines["e0"].ok = EngineError("connection lost", fix="x"), ok
         engines["e0"].gate.set()
         await asyncio.sleep(0.01)  # its health is on the way
@@ -551,10 +551,10 @@ def test_the_loss_of_another_member_excuses_no_error():
     async def main():
         pool, engines = slow_and_well()
         task = asyncio.create_task(pool.generate(request("r0")))
-        await asyncio.sleep(0.01)
+        await a_while()
         engines["e0"].raises = EngineError("no such request", fix="x")
         engines["e0"].gate.set()
-        await asyncio.sleep(0.01)
+        await a_while()
         pool.quarantine("e1", "gone")
         with pytest.raises(EngineError, match="E600: no such request"):
             await task
@@ -622,9 +622,9 @@ def test_what_follows_an_aborted_part_is_counted_from_there():
         pool = Pool({"e0": Long("e0", tokens_at_once=2)})
         admit(pool, "e0")
         task = asyncio.create_task(pool.generate(request(n=4)))
-        await asyncio.sleep(0.02)
+        await a_while()
         await pool.hold("e0", "abort")
-        await asyncio.sleep(0.02)
+        await a_while()
         await pool.release("e0")
         with pytest.raises(EngineError, match="3 tokens, 2 were asked for"):
             await task
@@ -648,7 +648,7 @@ def test_each_request_of_a_batch_has_its_own_deadline():
         engines["e0"].limit = 1
         short, long = request("r0", deadline_s=0.1), request("r1", deadline_s=5.0)
         task = asyncio.create_task(pool.generate_many([short, long]))
-        await asyncio.sleep(0.02)
+        await a_while()
         await pool.hold("e0", "abort")
         await asyncio.sleep(0.15)
         assert not task.done()
@@ -670,7 +670,7 @@ def test_what_was_aborted_does_not_begin_again_where_its_member_is_lost(many):
 
         engines[name].abort = hangs
         aborting = asyncio.create_task(pool.abort(["r0"]))
-        await asyncio.sleep(0.01)
+        await a_while()
         pool.quarantine(name, "gone")
         done = (await task)[0] if many else await task
         await aborting

@@ -262,7 +262,7 @@ def test_deadlines_fail_the_episode():
     async def slow(request):
         await asyncio.sleep(5)
 
-    assert "passed its deadline of 0.05 s" in run(make(Env(), slow, deadline_s=0.05)[0]).episodes[0].error
+    assert "passed its deadline of 0.5 s" in run(make(Env(), slow, deadline_s=0.5)[0]).episodes[0].error
 
     async def late(request):
         raise DeadlineError("no answer", fix="x")
@@ -277,8 +277,8 @@ def test_a_verdict_that_does_not_come_ends_with_its_group():
         async def score(self, task, context):
             await asyncio.sleep(60)
 
-    group = run(make(Waiting(), deadline_s=0.05)[0], size=4)
-    assert [e.error.rsplit(": ", 1)[1] for e in group.episodes] == ["passed its deadline of 0.05 s"] * 4
+    group = run(make(Waiting(), deadline_s=0.5)[0], size=4)
+    assert [e.error.rsplit(": ", 1)[1] for e in group.episodes] == ["passed its deadline of 0.5 s"] * 4
 
 
 def test_a_silent_engine_meets_the_deadline():
@@ -287,9 +287,9 @@ def test_a_silent_engine_meets_the_deadline():
         engine.gate.clear()
         pool = Pool({"e0": engine})
         admit(pool, "e0")
-        sampler, _ = make(Env(), pool.generate, deadline_s=0.05)
+        sampler, _ = make(Env(), pool.generate, deadline_s=0.5)
         group = await sampler.run(FakeLease(), group_size=2, sampling=SAMPLING, split="train")
-        assert [e.error.rsplit(": ", 1)[1] for e in group.episodes] == ["passed its deadline of 0.05 s"] * 2
+        assert [e.error.rsplit(": ", 1)[1] for e in group.episodes] == ["passed its deadline of 0.5 s"] * 2
         assert len(engine.seen) == 2 and not pool._calls
         assert asyncio.current_task().cancelling() == 0
 
@@ -483,7 +483,7 @@ def test_a_deadline_ends_every_episode_of_a_group_that_waits_while_it_is_judged(
     async def main():
         sampler, _ = make(Waiting(), extensions=extensions, deadline_s=0.05)
         running = sampler.run(FakeLease(), group_size=3, sampling=SAMPLING, split="train")
-        group = await asyncio.wait_for(running, 2)
+        group = await asyncio.wait_for(running, 20)
         assert [e.status for e in group.episodes] == [Status.FAILED] * 3
         assert all("passed its deadline" in e.error for e in group.episodes)
         assert asyncio.current_task().cancelling() == 0

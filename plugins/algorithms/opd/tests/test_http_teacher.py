@@ -128,10 +128,10 @@ def test_what_will_not_change_is_not_asked_again() -> None:
 
 def test_a_service_that_hangs_meets_the_deadline() -> None:
     def hang(answer: Any, handler: Any) -> None:
-        time.sleep(0.6)
+        time.sleep(3.0)
 
-    message, count = failing(EngineError, [hang] * 9, deadline_s=0.15, retries=1)
-    assert count == 2 and "no answer within 0.15 s (2 attempts)" in message
+    message, count = failing(EngineError, [hang] * 9, deadline_s=1.0, retries=1)
+    assert count == 2 and "no answer within 1 s (2 attempts)" in message
 
 
 def test_half_an_answer_and_none_at_all() -> None:
@@ -241,7 +241,7 @@ def test_text_that_is_no_json() -> None:
 def test_the_first_error_ends_the_others() -> None:
     with Loopback(VOCAB).serving() as teacher:
         teacher.faults = [status(400, "no")]
-        teacher.slow_s = 0.01
+        teacher.slow_s = 0.05
         with pytest.raises(EngineError, match="HTTP 400"):
             score(build(teacher, concurrency=1), ROWS * 20)
         assert len(teacher.requests) < 10
@@ -249,7 +249,7 @@ def test_the_first_error_ends_the_others() -> None:
 
 def test_no_more_requests_at_a_time_than_allowed() -> None:
     with Loopback(VOCAB).serving() as teacher:
-        teacher.slow_s = 0.02
+        teacher.slow_s = 0.1
         score(build(teacher, concurrency=3), ROWS * 4)
         assert 2 <= teacher.most <= 3
 

@@ -15,7 +15,7 @@ from miles_core.errors import LateDataError, ResumeError, RewardError
 RUN = """
 run: {name: mine, seed: 7, steps: 6}
 model: {use: toy, tokenizer: chars, alphabet: "0123456789=", architecture: {model_type: toy}}
-env: {use: jsonl, path: tasks.jsonl, reward: "reward:score", reward_deadline_s: 0.3}
+env: {use: jsonl, path: tasks.jsonl, reward: "reward:score", reward_deadline_s: 1.0}
 rollout: {use: toy, max_new_tokens: 2}
 backend: {use: toy}
 sync: {use: toy}
@@ -70,7 +70,7 @@ def test_evaluation_has_its_own_rows(run):
         ("return 1.5", "returned 1.5, outside its stated range of 0 to 1"),
         ("raise ValueError('no idea')", "no idea"),
         ("return float('nan')", "nan"),
-        ("import time; time.sleep(1)", "took longer than 0.3 s"),
+        ("import time; time.sleep(3)", "took longer than 1 s"),
     ],
 )
 def test_failed_episodes_are_counted_with_their_reason(run, body, why):

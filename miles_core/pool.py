@@ -80,6 +80,7 @@ class Pool:
         self._sticky: OrderedDict[str, str] = OrderedDict()
         self._calls: dict[str, _Call] = {}  # by request id
         self._changed = asyncio.Event()
+        self._followed: Mapping[str, Any] = {}  # what members served, by the controller's last word
         self._on_event = on_event or (lambda kind, fields: None)
 
     # --- members -----------------------------------------------------------------------------------------------------
@@ -168,10 +169,13 @@ class Pool:
         return {"gate": self.gate.state(), "quarantined": self.quarantined()}
 
     def follow(self, state: Mapping[str, Any]) -> None:
-        """Take over gate and quarantine from the controller's pool; members are matched by name."""
+        """Take over gate and quarantine from the controller's pool; members are matched by name. One that was lost here
+        alone comes back when it was sent weights again."""
+        before, self._followed = self._followed, state["gate"]["serves"]
         self.gate.follow(state["gate"])
         for name, member in self._members.items():
-            why = state["quarantined"].get(name, "")
+            stays = member.why if before.get(name) == self._followed.get(name) else ""
+            why = state["quarantined"].get(name, "") or stays
             if why and not member.why:
                 self.losses[name] += 1
                 self._drop_calls(name)
@@ -258,7 +262,7 @@ class Pool:
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + request.deadline_s if deadline is None else deadline
-        parts, failures = list(parts), list[str]()
+        parts, failures, changed = list(parts), list[str](), self._changed
         call = self._calls[request.id] = _Call()
         try:
             while True:
@@ -275,7 +279,9 @@ class Pool:
                     parts.append(self._named(done))
                     if done.finish != Finish.ABORT or request.id in call.aborted:
                         return parts[0] if len(parts) == 1 else _joined(request, parts)
-                    if not _count(done) and not self._members[name].held:
+                    # Publications end requests, and sampler processes learn of one (`follow`) when it is over.
+                    changed, before = self._changed, changed
+                    if not _count(done) and changed is before and not self._members[name].held:
                         failures.append(f"{name}: ended the request without a token and without being asked")
                 if len(failures) >= ATTEMPTS:
                     raise EngineError(
@@ -375,19 +381,22 @@ class Pool:
 
 
 async def _answer(call: _Call, asked: Awaitable[Any]) -> Any:
-    """What a member answers. Raises `_LostError` where it was lost meanwhile, whatever its client then made of the
-    cancellation: an answer, or an error of its own."""
+    """What a member answers. Where the member was lost meanwhile, or the caller was cancelled, that alone counts,
+    whatever the member's client made of the cancellation: an answer, or an error of its own."""
+    answer, error = None, None
     try:
         answer = await asked
-    except (Exception, asyncio.CancelledError):
-        if not call.lost:
-            raise
-    else:
-        if not call.lost:
-            return answer
-    if call.task.uncancel():  # somebody else cancelled it too
-        raise asyncio.CancelledError
-    raise _LostError
+    except (Exception, asyncio.CancelledError) as raised:
+        error = raised
+    if call.lost and not call.task.uncancel():
+        raise _LostError
+    if call.task.cancelling():  # by somebody else (too)
+        raise asyncio.CancelledError from error
+    if isinstance(error, asyncio.CancelledError):
+        raise OSError("its client cancelled the request") from error
+    if error is not None:
+        raise error
+    return answer
 
 
 def _checked(name: str, request: Request, answer: Any) -> Completion:
@@ -413,9 +422,9 @@ def _checked(name: str, request: Request, answer: Any) -> Completion:
 
 def _are_spans(spans: Any) -> bool:
     for span in spans if isinstance(spans, (tuple, list)) else (None,):
-        if not isinstance(span, Span) or not isinstance(version := span.version, Version):
+        if not isinstance(span, Span) or not isinstance(v := span.version, Version) or type(v.policy) is not str:
             return False
-        if not type(span.start) is type(span.end) is type(version.lineage) is type(version.number) is int:
+        if not type(span.start) is type(span.end) is type(v.lineage) is type(v.number) is int:
             return False
     return True
 

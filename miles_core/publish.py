@@ -77,7 +77,7 @@ class Publisher:
             members = await self._candidates()
             if not members:
                 self.pool.check_quorum()
-            if not changed and self._last is not None and members.keys() == set(self.pool.members()):
+            if not changed and self._last is not None and members.keys() <= set(self.pool.gate.serving(self._last)):
                 self.pool.alias(self._last, version)
             else:
                 receipts = await self._with_retries(version, members)

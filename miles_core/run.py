@@ -215,7 +215,7 @@ def refuse_existing(path: Path) -> None:
         if not (path / "resolved.yaml").is_file():
             raise RunExistsError(f"{path} exists, and is no run directory", fix=another)
         raise RunExistsError(f"the run directory {path} exists", fix=f"go on with it by --resume, or {another}")
-    both, parents = ("resolved.yaml", "plugins.lock"), Path(os.path.abspath(path)).parents
+    both, parents = ("resolved.yaml", "plugins.lock"), Path(os.path.realpath(path)).parents
     if within := next((p for p in parents if all(os.path.isfile(p / name) for name in both)), None):
         why = f"the run directory {path} would lie inside the run directory {within}"
         raise RunDirError(why, fix="name a place outside of it by run.dir=…")

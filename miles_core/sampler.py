@@ -62,7 +62,7 @@ _FINISH = attrgetter("finish")
 #: What extensions leave as it is, since trajectories and accounts say it.
 _KEPT: dict[str, Callable[[Request], Any]] = {
     **{key: attrgetter(key) for key in ("id", "policy", "sampling", "seed", "resume")},
-    "prompt's tokens": lambda request: request.prompt.get("tokens"),
+    "prompt's tokens": lambda request: (request.prompt or {}).get("tokens"),
 }
 _OK, _TRUNCATED, _CUT = Status.OK, Status.TRUNCATED, Finish.LENGTH  # CPython 3.11 calls a function for each look-up
 
@@ -378,10 +378,8 @@ def _naming(task: Task, error: MilesError) -> MilesError:
 
 
 def _reason(error: BaseException) -> str:
-    text = str(error)
-    if isinstance(error, EpisodeFailedError):
-        return text
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    kind = "" if isinstance(error, EpisodeFailedError) else type(error).__name__
+    return ": ".join(filter(None, (kind, str(error))))
 
 
 def _ended(shared: _Shared, member: int, error: BaseException, failure: BaseException | None = None) -> Episode:

@@ -23,7 +23,7 @@ def miles(*arguments: str) -> None:
     while (code := _ended(process)) is None:
         interrupted = 130
     if code or interrupted:  # it may have finished all the same: nothing follows
-        sys.exit(code or interrupted)
+        sys.exit(128 - code if code < 0 else code or interrupted)
 
 
 def _ended(process: subprocess.Popen[bytes]) -> int | None:

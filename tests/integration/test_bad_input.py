@@ -414,6 +414,8 @@ def test_a_run_directory_that_exists(miles):
 def test_a_path_that_leaves_a_run_directory_lies_outside_of_it(miles, monkeypatch):
     assert miles("run", "toy.yaml", "run.steps=1").code == 0
     assert miles("run", "toy.yaml", "run.steps=1", "run.dir=runs/toy/../other").code == 0
+    Path("link").symlink_to("runs/toy/checkpoints")
+    refused(miles("run", "toy.yaml", "run.dir=link/../in"), "MILES-E903", "would lie inside the run directory")
     monkeypatch.chdir("runs/toy")
     assert miles("run", "../../toy.yaml", "run.steps=1", "run.dir=../third").code == 0
     refused(miles("run", "../../toy.yaml", "run.dir=../toy/in"), "MILES-E903", "would lie inside the run directory")

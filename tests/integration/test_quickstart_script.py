@@ -44,11 +44,17 @@ def test_a_run_is_done_once_it_has_all_of_its_steps(miles, quickstart):
     assert quickstart.is_done(RUN)
 
 
-@pytest.mark.parametrize("code", [130, 0])
-def test_ctrl_c_lets_the_command_save_and_leaves(tmp_path, code):
-    """`code` 0: Ctrl-C met the command's last step."""
+LEAVES = {
+    "interrupted": "sys.exit(130)",
+    "in its last step": "sys.exit(0)",
+    "as it leaves": "signal.signal(signal.SIGINT, signal.SIG_DFL); signal.raise_signal(signal.SIGINT)",
+}
+
+
+@pytest.mark.parametrize("how", LEAVES)
+def test_ctrl_c_lets_the_command_save_and_leaves(tmp_path, how):
     command = tmp_path / "miles"
-    command.write_text(COMMAND.replace("130", str(code)))
+    command.write_text(COMMAND.replace("sys.exit(130)", LEAVES[how]))
     command.chmod(0o755)
     start = (
         f"import runpy; miles = runpy.run_path({str(SCRIPT)!r})['miles']; miles.__globals__['MILES'] = {str(command)!r}"

@@ -535,7 +535,8 @@ def test_a_member_that_was_lost_and_came_back_before_it_said_how_it_is_stays(ok,
         await asyncio.sleep(0.01)  # its health is on the way
         well = pool.state()
         if follows:
-            pool.follow({**well, "quarantined": {"e0": "another call noticed"}})
+            gate = {**well["gate"], "serves": {"e1": well["gate"]["serves"]["e1"]}}
+            pool.follow({"gate": gate, "quarantined": {"e0": "another call noticed"}})
             pool.follow(well)
         else:
             pool.quarantine("e0", "another call noticed")
@@ -587,6 +588,7 @@ def spans(**odd):
         (lambda done: replace(done, spans=spans(end=True)), "version spans "),
         (lambda done: replace(done, spans=spans(version=["main", 0, 0])), "version spans "),
         (lambda done: replace(done, spans=spans(version=version(np.int64(0)))), "version spans "),
+        (lambda done: replace(done, spans=spans(version=version(0, ["main"]))), "version spans "),
         (lambda done: replace(done, spans=spans(version=replace(version(0), lineage=0.0))), "version spans "),
         (lambda done: replace(done, columns={"tokens": 5}), "no array of tokens"),
         (lambda done: replace(done, columns={"tokens": np.zeros((2, 1), np.int32)}), "no array of tokens"),
@@ -701,6 +703,74 @@ def test_a_lost_request_moves_whatever_its_client_makes_of_the_cancellation(many
         done = await asyncio.wait_for(task, 5.0)
         assert tokens(done[0] if many else done) == [0, 1]
         assert task.cancelling() == 0 and not pool._calls
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("makes", MAKES, ids=repr)
+@pytest.mark.parametrize("many", [False, True])
+def test_a_cancelled_caller_is_cancelled_whatever_its_client_makes_of_that(many, makes):
+    async def main():
+        pool, _, task, _ = await one_in_flight(many, makes)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(task, 5)
+        assert not pool._calls and not pool.quarantined()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_a_client_that_cancels_its_own_request_is_a_broken_connection(many):
+    async def main():
+        pool, engines = together(2)
+
+        async def cancelled(_):
+            await asyncio.sleep(0)
+            raise asyncio.CancelledError
+
+        engines["e0"].generate = engines["e0"].generate_many = cancelled
+        done = await asyncio.wait_for(pool.generate_many(requests(1)) if many else pool.generate(requests(1)[0]), 5)
+        assert tokens(done[0] if many else done) == [0, 1]
+        assert pool.quarantined()["e0"].startswith("OSError: its client cancelled the request")
+
+    asyncio.run(main())
+
+
+def test_publications_that_end_waiting_requests_are_no_fault_of_an_engine():
+    """In a sampler process, which does not hold members and follows a publication when it is over."""
+
+    async def main():
+        pool, engines = together(1)
+        engine = engines["e0"]
+        engine.gate.clear()
+        task = asyncio.create_task(pool.generate(request()))
+        for n in range(6):
+            await a_while()
+            assert len(engine.seen) == n + 1
+            await engine.abort()
+            await a_while()
+            pool.follow(pool.state())
+        engine.gate.set()
+        assert tokens(await asyncio.wait_for(task, 5)) == [0, 1, 2, 3]
+
+    asyncio.run(main())
+
+
+def test_what_a_follower_lost_itself_comes_back_when_it_was_sent_weights():
+    async def main():
+        control, _ = together(2)
+        follower, engines = together(2)
+        follower.follow(control.state())
+        engines["e0"].raises, engines["e0"].ok = ConnectionResetError("reset"), False
+        follower._members["e1"].load = 1
+        assert (await follower.generate(request())).engine == "e1"
+        control.alias(version(0), version(1))
+        follower.follow(control.state())
+        assert set(follower.quarantined()) == {"e0"}
+        admit(control, "e0", 2)
+        follower.follow(control.state())
+        assert not follower.quarantined()
 
     asyncio.run(main())
 

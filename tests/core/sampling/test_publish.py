@@ -459,3 +459,21 @@ def test_publishers_route_by_policy():
         assert rig.pool.gate.version("e0", "other") == version(4, "other")
 
     run(main())
+
+
+def test_a_member_that_returned_for_another_policy_is_sent_this_one_again():
+    """An alias would leave it without: it serves nothing of this policy."""
+
+    async def main():
+        rig = Rig(2)
+        other = Publisher(rig.pool, Transport("live"), rig.links, rig.trainer, SyncKeys(), policy="other")
+        await rig.publisher.publish(version(0))
+        await other.publish(version(0, "other"))
+        rig.pool.quarantine("e1", "a connection broke")
+        await other.publish(version(1, "other"))
+        assert rig.pool.members() == ("e0", "e1") and rig.serves() == {"e0": version(0), "e1": None}
+        assert set(await rig.publisher.publish(version(1), changed=False)) == {"e0", "e1"}
+        assert rig.serves() == {"e0": version(1), "e1": version(1)}
+        assert await rig.publisher.publish(version(2), changed=False) == {}
+
+    run(main())

@@ -17,7 +17,7 @@ from miles_core.errors import CapabilityError, DeadlineError, MilesError
 from miles_core.provider import Place
 from miles_core.records import Finish, Message, Prompt, Sampling, Version
 from miles_core.testing.suite import Conformance, check, refuses, refuses_async
-from miles_core.testing.suites.engine_weights import EngineWeights
+from miles_core.testing.suites.engine_weights import EngineWeights, a_while
 from miles_core.testing.toys.table import initial_weights
 
 POLICY = "main"
@@ -456,8 +456,7 @@ class EngineConformance(EngineWeights, EngineBase):
                         ended = await asyncio.wait_for(task, 20.0)
                         check("pause abort ends requests with abort", ended.finish == Finish.ABORT, ended.finish)
                     late = asyncio.ensure_future(engine.generate(self.request([4], 1, id=f"l-{mode}")))
-                    for _ in range(10):  # rounds of the loop as well as time
-                        await asyncio.sleep(0.005)
+                    await a_while()
                     check("a request during a pause waits for resume", not late.done(), mode)
                     if mode in ("in_place", "recompute"):
                         check("nothing is sampled during a pause", not task.done(), mode)

@@ -25,6 +25,12 @@ def _tokens(completion: Completion) -> list[int]:
     return [int(t) for t in np.asarray(completion.columns["tokens"])]
 
 
+async def a_while() -> None:
+    """Rounds of the loop as well as time: a busy machine may give few in 50 ms."""
+    for _ in range(10):
+        await asyncio.sleep(0.005)
+
+
 class EngineWeights(Conformance):
     """Mixed into `EngineConformance`, which has the helpers."""
 
@@ -150,8 +156,7 @@ class EngineWeights(Conformance):
                 port = engine.port("tensors")
                 await port.begin(_version(1))
                 late = asyncio.ensure_future(engine.generate(self.request([2, 3], 3, sampling={"max_new_tokens": 1})))
-                for _ in range(10):  # rounds of the loop as well as time: a busy machine may give few in 50 ms
-                    await asyncio.sleep(0.005)
+                await a_while()
                 check("no request advances between begin and end", not late.done(), late)
                 await port.load(self.weights(2))
                 await port.end(_version(1))

@@ -243,12 +243,12 @@ def collate(policy: str, step: int, groups: Sequence[Group], specs: Mapping[str,
     """
     episodes = [e for group in groups for e in group.episodes]
     rows = [t for e in episodes for t in e.trajectories]
-    sampling = [t.sampling or _NOT_SAMPLED for t in rows]
+    sampling, cut = [t.sampling or _NOT_SAMPLED for t in rows], Finish.LENGTH
     columns: dict[str, Array] = {
         "temperature": np.array([s.temperature for s in sampling], np.float32),
         "top_p": np.array([s.top_p for s in sampling], np.float32),
         "top_k": np.array([s.top_k for s in sampling], np.int32),
-        "truncated": np.array([t.finish == Finish.LENGTH for t in rows], bool),
+        "truncated": np.array([t.finish == cut for t in rows], bool),
         "reward": np.array([np.nan if e.reward is None else e.reward for e in episodes], np.float64),
         "preference": np.array([e.preference for e in episodes], np.int8),
     }
@@ -275,8 +275,8 @@ def collate(policy: str, step: int, groups: Sequence[Group], specs: Mapping[str,
     return Batch(
         policy=policy,
         step=step,
-        trajectory_ids=tuple(t.id for t in rows),
-        episode_ids=tuple(e.id for e in episodes),
+        trajectory_ids=tuple([t.id for t in rows]),
+        episode_ids=tuple([e.id for e in episodes]),
         group_ids=tuple(g.id for g in groups),
         lengths=np.array([t.length for t in rows], np.int64),
         episode_of=np.array([i for i, e in enumerate(episodes) for _ in e.trajectories], np.int64),

@@ -247,7 +247,7 @@ def _publishers(
             policy.schedule.on_update.value,
             policy=name,
             on_event=on_event,
-            on_serving=remote.follow if remote else None,
+            on_serving=remote.follow if remote else Publisher.on_serving,
         )
     return Publishers(publishers)
 

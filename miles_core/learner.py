@@ -117,8 +117,8 @@ class Learner:
         return metrics
 
     def _exclude(self, batch: Batch, groups: Sequence[Group]) -> Batch:
-        episodes = [e for g in groups for e in g.episodes]
-        excluded = failed = np.array([e.status == Status.FAILED for e in episodes])
+        episodes, lost = [e for g in groups for e in g.episodes], Status.FAILED
+        excluded = failed = np.array([e.status == lost for e in episodes])
         if self._keys.truncated == "mask":
             excluded = failed | np.array([_truncated(e) for e in episodes])
         uncounted = failed if self._keys.excluded_count_in_baseline else excluded

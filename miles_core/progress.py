@@ -28,7 +28,7 @@ def rollout_metrics(groups: Sequence[Group], step: int) -> dict[str, Metric]:
     out: dict[str, Metric] = {
         "tokens": (tokens, 1),
         "length": (tokens, len(trajectories)),
-        "truncated": (sum(t.finish == Finish.LENGTH for t in trajectories), len(trajectories)),
+        "truncated": ([t.finish for t in trajectories].count(Finish.LENGTH), len(trajectories)),
     }
     rewards = [e.reward for e in episodes if e.reward is not None]
     if rewards:

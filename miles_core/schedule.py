@@ -226,7 +226,7 @@ class Loop:
             done=min(len(own), groups),
             of=groups,
             reward=sum(rewards) / len(rewards) if rewards else None,
-            tokens=sum(sampled(t) for e in kept.episodes for t in e.trajectories),
+            tokens=sum([sampled(t) for e in kept.episodes for t in e.trajectories]),
         )
 
     def _tell_failed(self, side: Side, group: Group, **more: Any) -> int:

@@ -196,3 +196,11 @@ def test_rows_are_a_mapping_that_survives_a_journey():
         rows["advantages"]
     back = pickle.loads(pickle.dumps(rows))
     assert {name: back[name].tolist() for name in back} == {name: rows[name].tolist() for name in rows}
+
+
+def test_answers_that_came_from_another_process_are_made_together_too():
+    """What was pickled has dtypes of its own."""
+    answers = pickle.loads(pickle.dumps([answer([1, 2]), answer([3])]))
+    assert answers[0].columns["tokens"].dtype is not np.dtype(np.int32)
+    found = plain_trajectories(["g/0", "g/1"], PROMPT, answers, SAMPLING)
+    assert shared_columns(found)["tokens"].tolist() == [7, 8, 9, 1, 2, 7, 8, 9, 3]

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from miles_core.contracts.engine import Engine
     from miles_core.records import Array
 
+_ABORT = Finish.ABORT  # CPython 3.11 calls a function for each look-up
 #: How long a member may take to say how it is.
 HEALTH_DEADLINE_S = 30.0
 #: How often one request is started before the run stops.
@@ -80,7 +81,7 @@ class Pool:
         self._sticky: OrderedDict[str, str] = OrderedDict()
         self._calls: dict[str, _Call] = {}  # by request id
         self._changed = asyncio.Event()
-        self._followed: Mapping[str, Any] = {}  # what members served, by the controller's last word
+        self._followed: Mapping[str, Any] = {"gate": {"serves": {}}, "held": ()}  # the controller's last word
         self._on_event = on_event or (lambda kind, fields: None)
 
     # --- members -----------------------------------------------------------------------------------------------------
@@ -137,10 +138,11 @@ class Pool:
         member.why = ""
         self._wake()
 
-    def check_quorum(self) -> None:
-        """Raise `QuorumError` with every reason where fewer than `min_engines` members remain."""
+    def check_quorum(self, publishing: bool = False) -> None:
+        """Raise `QuorumError` with every reason where fewer than `min_engines` members remain. While a publication goes
+        on, which may bring members back, it is for that (`publishing`) to say."""
         remain = self.members()
-        if len(remain) < self.min_engines:
+        if len(remain) < self.min_engines and (publishing or not (self.updating.locked() or self._followed["held"])):
             reasons = "; ".join(f"{name}: {why}" for name, why in self.quarantined().items())
             raise QuorumError(
                 f"{len(remain)} of {len(self._members)} engines remain, sync.min_engines is {self.min_engines}"
@@ -164,23 +166,24 @@ class Pool:
         self.gate.alias(old, new)
         self._wake()
 
-    def state(self) -> dict[str, Any]:
-        """Plain data that pools in sampler processes `follow`."""
-        return {"gate": self.gate.state(), "quarantined": self.quarantined()}
+    def state(self, held: Sequence[str] = ()) -> dict[str, Any]:
+        """Plain data that pools in sampler processes `follow`; `held` are given weights next."""
+        return {"gate": self.gate.state(), "quarantined": self.quarantined(), "quorum": self.min_engines, "held": held}
 
     def follow(self, state: Mapping[str, Any]) -> None:
-        """Take over gate and quarantine from the controller's pool; members are matched by name. One that was lost here
-        alone comes back when it was sent weights again."""
-        before, self._followed = self._followed, state["gate"]["serves"]
+        """Take over gate, quarantine and quorum from the controller's pool; members are matched by name. One that was
+        lost here alone comes back when it was sent weights again. Raises `QuorumError`."""
+        before, self._followed, self.min_engines = self._followed["gate"]["serves"], state, state["quorum"]
         self.gate.follow(state["gate"])
         for name, member in self._members.items():
-            stays = member.why if before.get(name) == self._followed.get(name) else ""
+            stays = member.why if before.get(name) == state["gate"]["serves"].get(name) else ""
             why = state["quarantined"].get(name, "") or stays
             if why and not member.why:
                 self.losses[name] += 1
                 self._drop_calls(name)
-            member.why = why
+            member.why, member.held = why, name in state["held"]
         self._wake()
+        self.check_quorum()
 
     def _drop_calls(self, name: str) -> None:
         for call in set(self._calls.values()):
@@ -243,7 +246,7 @@ class Pool:
                 found[i] = result
             elif not isinstance(result, BaseException):
                 done = self._named(_checked(name, requests[i], result))
-                if done.finish != Finish.ABORT or ids[i] in call.aborted:
+                if done.finish != _ABORT or ids[i] in call.aborted:
                     found[i] = done
                 elif _count(done):
                     parts[ids[i]] = [done]
@@ -277,9 +280,9 @@ class Pool:
                 done = await self._once(name, call, _rest(request, parts, deadline - loop.time()), failures)
                 if done is not None:
                     parts.append(self._named(done))
-                    if done.finish != Finish.ABORT or request.id in call.aborted:
+                    if done.finish != _ABORT or request.id in call.aborted:
                         return parts[0] if len(parts) == 1 else _joined(request, parts)
-                    # Publications end requests, and sampler processes learn of one (`follow`) when it is over.
+                    # Publications end requests: sampler processes learn of each before and after it (`follow`).
                     changed, before = self._changed, changed
                     if not _count(done) and changed is before and not self._members[name].held:
                         failures.append(f"{name}: ended the request without a token and without being asked")
@@ -356,7 +359,7 @@ class Pool:
         except (EngineError, OSError) as error:
             # This call noticed; a quarantine, also one by another call, cancels the rest.
             call.member = ""
-            health = await self.health(name)
+            health = await _answer(call, self.health(name))
             if losses == self.losses[name]:  # else another call saw to it, and the member may be back already
                 if health.ok and not isinstance(error, OSError):
                     raise
@@ -383,14 +386,14 @@ class Pool:
 async def _answer(call: _Call, asked: Awaitable[Any]) -> Any:
     """What a member answers. Where the member was lost meanwhile, or the caller was cancelled, that alone counts,
     whatever the member's client made of the cancellation: an answer, or an error of its own."""
-    answer, error = None, None
+    answer, error, before = None, None, call.task.cancelling()  # some libraries leave what they cancelled
     try:
         answer = await asked
     except (Exception, asyncio.CancelledError) as raised:
         error = raised
-    if call.lost and not call.task.uncancel():
+    if call.lost and call.task.uncancel() <= before:
         raise _LostError
-    if call.task.cancelling():  # by somebody else (too)
+    if call.task.cancelling() > before:  # by somebody else (too)
         raise asyncio.CancelledError from error
     if isinstance(error, asyncio.CancelledError):
         raise OSError("its client cancelled the request") from error
@@ -446,7 +449,7 @@ def _nothing(request: Request) -> Completion:
     empty: dict[str, Array] = {"tokens": np.zeros(0, np.int32), "logprobs": np.zeros(0, np.float32)}
     if "keep_ids" in request.want:
         empty |= {"keep_ids": np.zeros(0, np.int32), "keep_counts": np.zeros(0, np.int32)}
-    return Completion(request=request.id, columns=empty, spans=(), finish=Finish.ABORT, engine="")
+    return Completion(request=request.id, columns=empty, spans=(), finish=_ABORT, engine="")
 
 
 def _joined(request: Request, parts: Sequence[Completion]) -> Completion:
@@ -466,7 +469,7 @@ def _joined(request: Request, parts: Sequence[Completion]) -> Completion:
         for name in names
     }
     finish = parts[-1].finish
-    if finish == Finish.ABORT and start >= request.sampling.max_new_tokens:
+    if finish == _ABORT and start >= request.sampling.max_new_tokens:
         finish = Finish.LENGTH
     engine = next((part.engine for part in reversed(parts) if part.engine), "")
     info = {key: value for part in parts for key, value in part.info.items()}

@@ -42,7 +42,8 @@ class Publisher:
 
     `links` has one link per engine of `pool`, by name, built for `policy`. `trainer`'s workers have the methods
     `specs(policy)`, `describe(policy)`, `connect(policy, plan)`, `stage(version)` and `carry(version)`.
-    `on_serving(state)` is awaited after each publication with what pools in sampler processes `follow`.
+    `on_serving(state)` is awaited with what pools in sampler processes `follow`, before engines are held and after each
+    publication.
     Runs with several policies make one publisher each, over one pool, and hand them out through `Publishers`.
     """
 
@@ -54,7 +55,7 @@ class Publisher:
     on_update: Literal["in_place", "recompute", "abort", "finish"] = "in_place"
     policy: str = "main"
     on_event: Callable[[str, Mapping[str, Any]], None] = lambda kind, fields: None
-    on_serving: Callable[[Mapping[str, Any]], Awaitable[None]] | None = None
+    on_serving: Callable[[Mapping[str, Any]], Awaitable[None]] = lambda state: asyncio.sleep(0)
 
     def __post_init__(self) -> None:
         self._deadline = 0.0  # of the publication that goes on
@@ -76,22 +77,17 @@ class Publisher:
             receipts: dict[str, Receipt] = {}
             members = await self._candidates()
             if not members:
-                self.pool.check_quorum()
+                self.pool.check_quorum(publishing=True)
             if not changed and self._last is not None and members.keys() <= set(self.pool.gate.serving(self._last)):
                 self.pool.alias(self._last, version)
             else:
                 receipts = await self._with_retries(version, members)
             self._last = version
-            if self.on_serving is not None:
-                await self.on_serving(self.pool.state())
-            fields = {
-                "version": str(version),
-                "alias": not receipts,
-                "engines": list(self.pool.gate.serving(version)),
-                "bytes": sum(receipt.nbytes for receipt in receipts.values()),
-                "seconds": time.perf_counter() - started,
-            }
-            self.on_event("weights_carried", fields)
+            self.pool.check_quorum(publishing=True)  # a request may have lost a member meanwhile
+            await self.on_serving(self.pool.state())
+            told = {"version": str(version), "alias": not receipts, "engines": list(self.pool.gate.serving(version))}
+            spent = {"bytes": sum(r.nbytes for r in receipts.values()), "seconds": time.perf_counter() - started}
+            self.on_event("weights_carried", {**told, **spent})
             return receipts
 
     async def _with_retries(self, version: Version, members: Mapping[str, Link]) -> dict[str, Receipt]:
@@ -105,7 +101,7 @@ class Publisher:
                 if len(members) < self.pool.min_engines:
                     for name in members:  # they wait, paused, and have no receipt: leave nothing half-open
                         self.pool.quarantine(name, f"{version}: too few members for a publication")
-                    self.pool.check_quorum()
+                    self.pool.check_quorum(publishing=True)
 
     async def _candidates(self) -> dict[str, Link]:
         """Members, and quarantined ones that say they are well: those are sent everything again."""
@@ -123,6 +119,7 @@ class Publisher:
         staged = self.transport.phase == "staged"
         carry = self._call("carry", version) if staged else None
         await self._both(carry, {n: link.stage(manifest) for n, link in links.items()})
+        await self.on_serving(self.pool.state(held=[*links]))
         await self._both(None, {n: self.pool.hold(n, self.on_update) for n in links})
         carry = None if staged else self._call("carry", version)
         found = await self._both(carry, {n: link.carry(manifest) for n, link in links.items()})

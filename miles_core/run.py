@@ -210,7 +210,7 @@ def _cannot_make(path: Path, why: str) -> RunDirError:
 
 def refuse_existing(path: Path) -> None:
     """Raise `RunExistsError` where `path` exists and holds anything, `RunDirError` where it can never be made."""
-    if os.path.exists(path) and (not path.is_dir() or any(path.iterdir())):
+    if os.path.lexists(path) and (path.is_symlink() or not path.is_dir() or any(path.iterdir())):
         another = "start another with run.name=… (or run.dir=…, where that is set)"
         if not (path / "resolved.yaml").is_file():
             raise RunExistsError(f"{path} exists, and is no run directory", fix=another)

@@ -24,6 +24,7 @@ from miles_core.answers import plain_trajectories
 from miles_core.columns import CORE_COLUMNS, ColumnSpec, validate
 from miles_core.contracts.engine import Completion, Request
 from miles_core.contracts.environment import EpisodeContext, MultiTurn
+from miles_core.drafts import drafts, seal
 from miles_core.errors import (
     DeadlineError,
     EngineError,
@@ -58,11 +59,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_FINISH = attrgetter("finish")
+_RequestDraft, _EpisodeDraft = drafts(Request), drafts(Episode)
+
 #: What extensions leave as it is, since trajectories and accounts say it.
 _KEPT: dict[str, Callable[[Request], Any]] = {
     **{key: attrgetter(key) for key in ("id", "policy", "sampling", "seed", "resume")},
-    "prompt's tokens": lambda request: (request.prompt or {}).get("tokens"),
+    "prompt's tokens": lambda request: isinstance(request.prompt, Mapping) and request.prompt.get("tokens"),
 }
 _OK, _TRUNCATED, _CUT = Status.OK, Status.TRUNCATED, Finish.LENGTH  # CPython 3.11 calls a function for each look-up
 
@@ -111,10 +113,10 @@ class _Shared:
             self.ids = np.asarray(_rendered(task, render, task.prompt), np.int32)
         return self.ids
 
-    def text(self, sampled: tuple[int, ...]) -> str:
+    def text(self, sampled: list[int]) -> str:
         """Of sampled ids: answers of a group are often the same."""
-        if (text := self.texts.get(sampled)) is None:
-            text = self.texts[sampled] = self.policy.renderer.text(sampled)
+        if (text := self.texts.get(key := tuple(sampled))) is None:
+            text = self.texts[key] = self.policy.renderer.text(sampled)
         return text
 
 
@@ -189,6 +191,10 @@ class Sampler:
             shared.tasks = [asyncio.ensure_future(self._episode(shared, m, ask)) for m in range(group_size)]
             try:
                 return tuple(await asyncio.gather(*shared.tasks))
+            except asyncio.CancelledError:
+                if not shared.ended or cast("asyncio.Task[Any]", asyncio.current_task()).cancelling():
+                    raise
+                return tuple(_failed(shared, member, shared.ended) for member in range(group_size))  # before they began
             finally:
                 await cancel(shared.tasks)
         finally:
@@ -205,10 +211,12 @@ class Sampler:
             same: dict[str, Any] = {"policy": policy.name, "prompt": {"tokens": shared.root()}, "want": policy.want}
             same |= {"sampling": shared.sampling, "deadline_s": policy.deadline_s}
             seeds = [shared.seed_of(member, 0) for member in range(group_size)]
-            requests = [Request(id=f"{lease.id}/{m}/0", seed=seed, **same) for m, seed in enumerate(seeds)]
+            requests = [_RequestDraft(id=f"{lease.id}/{m}/0", seed=seed, **same) for m, seed in enumerate(seeds)]
+            for request in requests:
+                seal(request, Request)
             if self._edits:
                 requests = [self._edited(request) for request in requests]
-            shared.requests.update(request.id for request in requests)
+            shared.requests.update([request.id for request in requests])
             results = await self._generate_many(requests)
         except asyncio.CancelledError:
             if not shared.ended or task.uncancel():  # somebody else cancelled it too
@@ -347,7 +355,7 @@ class _Context(EpisodeContext):
 def _context(shared: _Shared, member: int, **answer: Any) -> EpisodeContext:
     context = object.__new__(_Context)
     answer["_of"] = shared.context, member
-    vars(context).update(answer)
+    object.__setattr__(context, "__dict__", answer)
     return context
 
 
@@ -355,7 +363,7 @@ def _told(shared: _Shared, member: int, answer: Trajectory, written: Array) -> E
     """What a single-turn environment is told of an answer; its tokens are `written`."""
     if shared.ended:  # while another of its group was judged, in the same task
         raise asyncio.CancelledError
-    text = shared.text(tuple(written.tolist()))
+    text = shared.text(written.tolist())
     return _context(shared, member, text=text, finish=answer.finish, trajectories=(answer,))
 
 
@@ -418,16 +426,12 @@ def _finished(shared: _Shared, member: int, trajectories: tuple[Trajectory, ...]
             if value is not None and not math.isfinite(value):
                 ids = ", ".join(t.id for t in trajectories) or "none"
                 return _failed(shared, member, f"{key} is {value}, trajectories {ids}")
-    cut = _CUT in map(_FINISH, trajectories)
-    return Episode(
-        id=name,
-        member=member,
-        trajectories=trajectories,
-        reward=reward,
-        components=components,
-        info=score.info,
-        status=_TRUNCATED if cut else _OK,
+    info, end = score.info, _TRUNCATED if _CUT in [t.finish for t in trajectories] else _OK
+    episode = _EpisodeDraft(
+        id=name, member=member, trajectories=trajectories, reward=reward, components=components, info=info, status=end
     )
+    seal(episode, Episode)
+    return episode
 
 
 def _number(value: Any, task: str, name: str, what: str) -> float:

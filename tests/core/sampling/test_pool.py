@@ -1,13 +1,14 @@
 """The pool: gates, load, stickiness, lost members, pauses that abort, deadlines, quorum."""
 
 import asyncio
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from sampling_fakes import FakeEngine, a_while, admit, request, version
 
-from miles_core.contracts.engine import Completion
+from miles_core.contracts.engine import Completion, Health
 from miles_core.errors import DeadlineError, EngineError, QuorumError
 from miles_core.pool import Pool
 from miles_core.records import Finish, Span
@@ -536,7 +537,7 @@ def test_a_member_that_was_lost_and_came_back_before_it_said_how_it_is_stays(ok,
         well = pool.state()
         if follows:
             gate = {**well["gate"], "serves": {"e1": well["gate"]["serves"]["e1"]}}
-            pool.follow({"gate": gate, "quarantined": {"e0": "another call noticed"}})
+            pool.follow({**well, "gate": gate, "quarantined": {"e0": "another call noticed"}})
             pool.follow(well)
         else:
             pool.quarantine("e0", "another call noticed")
@@ -757,13 +758,20 @@ def test_publications_that_end_waiting_requests_are_no_fault_of_an_engine():
     asyncio.run(main())
 
 
+def followed(min_engines=1, held=()):
+    """The controller's pool, and one that follows it and will be asked by way of e0, which is gone."""
+    control, _ = together(2)
+    follower, engines = together(2)
+    control.min_engines = min_engines
+    follower.follow(control.state(held=held))
+    engines["e0"].raises, engines["e0"].ok = ConnectionResetError("reset"), False
+    follower._members["e1"].load = 1
+    return control, follower
+
+
 def test_what_a_follower_lost_itself_comes_back_when_it_was_sent_weights():
     async def main():
-        control, _ = together(2)
-        follower, engines = together(2)
-        follower.follow(control.state())
-        engines["e0"].raises, engines["e0"].ok = ConnectionResetError("reset"), False
-        follower._members["e1"].load = 1
+        control, follower = followed()
         assert (await follower.generate(request())).engine == "e1"
         control.alias(version(0), version(1))
         follower.follow(control.state())
@@ -771,6 +779,28 @@ def test_what_a_follower_lost_itself_comes_back_when_it_was_sent_weights():
         admit(control, "e0", 2)
         follower.follow(control.state())
         assert not follower.quarantined()
+
+    asyncio.run(main())
+
+
+def test_a_follower_keeps_the_controllers_quorum():
+    async def main():
+        _, follower = followed(min_engines=2)
+        with pytest.raises(QuorumError, match=r"1 of 2 engines remain, sync.min_engines is 2 .*reset"):
+            await follower.generate(request())
+
+    asyncio.run(main())
+
+
+def test_a_follower_that_lost_a_member_during_a_publication_says_so_at_its_end():
+    async def main():
+        control, follower = followed(min_engines=2, held=["e1"])
+        task = asyncio.create_task(follower.generate(request(deadline_s=30.0)))
+        await a_while()
+        assert follower.members() == ("e1",) and not task.done()
+        with pytest.raises(QuorumError, match=r"1 of 2 engines remain, sync.min_engines is 2 .*reset"):
+            follower.follow(control.state())
+        assert (await asyncio.wait_for(task, 20)).engine == "e1"
 
     asyncio.run(main())
 
@@ -783,5 +813,47 @@ def test_what_was_aborted_does_not_begin_again_where_its_batch_fails():
         (done,) = await asyncio.wait_for(task, 5.0)
         assert done.finish == Finish.ABORT and tokens(done) == []
         assert sum(len(engine.seen) for engine in engines.values()) == 1
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_what_a_library_left_of_a_cancellation_is_not_taken_for_one(many):
+    """Timers of some libraries cancel the task that waits and swallow that, without taking it back."""
+
+    async def main():
+        pool, _ = together(2)
+
+        async def caller():
+            asyncio.current_task().cancel()
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(1)
+            assert asyncio.current_task().cancelling() == 1
+            return await pool.generate_many(requests(1)) if many else [await pool.generate(requests(1)[0])]
+
+        (done,) = await asyncio.wait_for(asyncio.create_task(caller()), 20)
+        assert done.finish == Finish.LENGTH and len(tokens(done))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError("reset"), EngineError("broken", fix="x")])
+def test_a_caller_that_is_cancelled_while_its_member_says_how_it_is_is_cancelled(error):
+    async def main():
+        pool, engines = together(1)
+        asked = asyncio.Event()
+
+        async def health():
+            asked.set()
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(60)
+            return Health(ok=True)
+
+        engines["e0"].raises, engines["e0"].health = error, health
+        task = asyncio.create_task(pool.generate(request(deadline_s=60.0)))
+        await asyncio.wait_for(asked.wait(), 20)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(task, 20)
 
     asyncio.run(main())

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from sampling_fakes import SPEC, FakeEngine, request, version
+from sampling_fakes import SPEC, FakeEngine, a_while, request, version
 
 from miles_core.config.schema import SyncKeys, Verify
 from miles_core.contracts.weights import Evidence, Manifest, Receipt, TransferPlan
@@ -475,5 +475,96 @@ def test_a_member_that_returned_for_another_policy_is_sent_this_one_again():
         assert set(await rig.publisher.publish(version(1), changed=False)) == {"e0", "e1"}
         assert rig.serves() == {"e0": version(1), "e1": version(1)}
         assert await rig.publisher.publish(version(2), changed=False) == {}
+
+    run(main())
+
+
+async def gone(manifest):
+    """In the place of a link's `carry`."""
+    await asyncio.sleep(0.02)
+    raise ConnectionResetError("e0 is gone")
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_publications_that_are_tried_again_end_a_request_as_often_as_they_must(follows):
+    """e0 fails in every publication and is well again at the next. A request that e1 has not begun to answer is ended
+    twice by each; `follows`: through the pool of a sampler process."""
+
+    async def main():
+        rig = Rig(2, mode="abort")
+        pool = Pool(rig.engines) if follows else rig.pool
+
+        async def serving(state):
+            if follows:
+                pool.follow(state)
+
+        rig.publisher.on_serving = serving
+        await rig.publisher.publish(version(0))
+        rig.links["e0"].carry = gone
+        rig.engines["e1"].limit = 0  # nothing is sampled meanwhile
+        pool._members["e0"].load = 5
+        task = asyncio.create_task(pool.generate(request(deadline_s=30.0)))
+        await a_while()
+        for number in range(1, 6):
+            assert set(await rig.publisher.publish(version(number))) == {"e1"}
+            await a_while()
+        assert len(rig.engines["e1"].seen) > 5
+        rig.engines["e1"].limit = 9
+        assert (await asyncio.wait_for(task, 20)).columns["tokens"].tolist() == [0, 1, 2, 3]
+
+    run(main())
+
+
+@pytest.mark.parametrize("mode", ["in_place", "abort"])
+@pytest.mark.parametrize("follows", [False, True])
+def test_a_publication_that_brings_a_member_back_is_waited_for(follows, mode):
+    """e1 comes back in the publication in which e0, the last one, is lost: the request goes on there. `follows`: in the
+    pool of a sampler process."""
+
+    async def main():
+        rig = Rig(2, mode=mode)
+        pool = Pool(rig.engines) if follows else rig.pool
+
+        async def serving(state):
+            if follows:
+                pool.follow(state)
+                await a_while()
+
+        rig.publisher.on_serving = serving
+        await rig.publisher.publish(version(0))
+        rig.pool.quarantine("e1", "a connection broke")
+        if follows:
+            pool.follow(rig.pool.state())
+        rig.engines["e0"].limit = 0
+        task = asyncio.create_task(pool.generate(request(deadline_s=30.0)))
+        await a_while()
+        rig.links["e0"].carry = gone
+        assert set(await rig.publisher.publish(version(1))) == {"e1"}
+        done = await asyncio.wait_for(task, 20)
+        assert (done.engine, {span.version for span in done.spans}) == ("e1", {rig.engines["e1"].version})
+        assert rig.pool.members() == pool.members() == ("e1",)
+
+    run(main())
+
+
+@pytest.mark.parametrize("changed", [True, False])
+def test_a_quorum_that_a_request_lost_during_a_publication_is_missed_at_its_end(changed):
+    async def main():
+        rig = Rig(2, min_engines=2)
+        await rig.publisher.publish(version(0))
+
+        resume, alias = rig.engines["e0"].resume, rig.pool.alias
+
+        async def resumed():
+            rig.pool.quarantine("e1", "a request found it gone")
+            await resume()
+
+        def aliased(old, new):
+            rig.pool.quarantine("e1", "a request found it gone")
+            alias(old, new)
+
+        rig.engines["e0"].resume, rig.pool.alias = resumed, aliased
+        with pytest.raises(QuorumError, match=r"1 of 2 engines remain.*a request found it gone"):
+            await rig.publisher.publish(version(1), changed=changed)
 
     run(main())

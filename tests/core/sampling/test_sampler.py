@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
-from sampling_fakes import FakeEngine, FakeRenderer, admit, answer
+from sampling_fakes import FakeEngine, FakeRenderer, a_while, admit, answer
 
 from miles_core.columns import CORE_COLUMNS, ColumnSpec, Level
 from miles_core.errors import (
@@ -500,6 +500,8 @@ EDITS = {
     "seed": lambda request: replace(request, seed=3),
     "prompt": lambda request: replace(request, prompt={"tokens": request.prompt["tokens"][1:]}),
     "no prompt": lambda request: replace(request, prompt={}),
+    "a list": lambda request: replace(request, prompt=request.prompt["tokens"].tolist()),
+    "a text": lambda request: replace(request, prompt="789"),
     "nothing": lambda request: None,
 }
 
@@ -510,7 +512,8 @@ def test_an_extension_may_not_edit_what_trajectories_say_of_a_request(together, 
         request = staticmethod(EDITS[what])
 
     sampler, asked = make(Env(), extensions=[Odd()])
-    told = {"length": "sampling", "prompt": "prompt's tokens", "no prompt": "prompt's tokens"}.get(what, what)
+    prompts = dict.fromkeys(("prompt", "no prompt", "a list", "a text"), "prompt's tokens")
+    told = {"length": "sampling", **prompts}.get(what, what)
     with pytest.raises(PluginContractError, match=rf"extension (changed the {told} of request|made None of)"):
         run(sampler)
     assert not asked
@@ -583,5 +586,51 @@ def test_a_cancellation_from_outside_is_not_lost_in_a_deadline():
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asyncio.wait_for(task, 1)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("turns", [1, 2, 3])
+@pytest.mark.parametrize("instant", [False, True])
+def test_a_lease_that_is_aborted_as_it_begins_has_failed_episodes(instant, turns):
+    class Instant(Env):
+        pass
+
+    Instant.instant = instant
+
+    async def main():
+        pool = Pool({"e0": FakeEngine("e0")})
+        admit(pool, "e0")
+        pool.engines["e0"].limit = 0
+        sampler, _ = make(Instant(), pool.generate, abort_requests=pool.abort)
+        task = asyncio.create_task(sampler.run(FakeLease(), group_size=2, sampling=SAMPLING, split="train"))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await sampler.abort([FakeLease().id])
+        group = await asyncio.wait_for(task, 20)
+        assert [e.status for e in group.episodes] == [Status.FAILED] * 2
+        assert all("aborted" in e.error for e in group.episodes)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("instant", [False, True])
+def test_a_lease_that_is_cancelled_and_then_aborted_is_cancelled(instant):
+    """In one turn, before it hears of either."""
+
+    class Waiting(Env):
+        async def score(self, task, context):
+            await asyncio.sleep(60)
+
+    Waiting.instant = instant
+
+    async def main():
+        sampler, _ = make(Waiting(), deadline_s=60.0)
+        task = asyncio.create_task(sampler.run(FakeLease(), group_size=2, sampling=SAMPLING, split="train"))
+        await a_while()
+        task.cancel()
+        await sampler.abort([FakeLease().id])
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(task, 20)
 
     asyncio.run(main())

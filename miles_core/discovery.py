@@ -216,7 +216,7 @@ class Catalogue:
             error, short = AmbiguousPluginError, f"name clash: {', '.join(e.distribution for e in rivals)}"
             both = " and ".join(f"{e.distribution} {e.version}" for e in rivals)
             message = f"two distributions offer the {kind} plugin {entry.name!r}: {both}"
-            fix = f"uninstall one of them, e.g. pip uninstall {rivals[-1].distribution}"
+            fix = "keep one of them: " + ", or ".join(f"pip uninstall {e.distribution}" for e in rivals)
         elif not self._in_range(entry):
             wanted = f"{CORE}{entry.requires_core}"
             short, message = f"needs {wanted}", f"{entry} needs {wanted}; {core} is installed"

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -19,19 +20,15 @@ MILES = str(Path(sys.executable).with_name("miles"))
 def miles(*arguments: str) -> None:
     """Run one `miles` command where the user can see it; stop with its exit code."""
     print(f"\n$ miles {' '.join(arguments)}", flush=True)
-    process, interrupted = subprocess.Popen([MILES, *arguments]), 0
-    while (code := _ended(process)) is None:
-        interrupted = 130
-    if code or interrupted:  # it may have finished all the same: nothing follows
-        sys.exit(128 - code if code < 0 else code or interrupted)
-
-
-def _ended(process: subprocess.Popen[bytes]) -> int | None:
-    """Its exit code. Ctrl-C reaches the command too, which saves and says how to go on: let it."""
-    try:
-        return process.wait()
-    except KeyboardInterrupt:
-        return None
+    asked: list[int] = []
+    ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else lambda signum, frame: asked.append(signum))
+    try:  # Ctrl-C reaches the command too, which saves and says how to go on: let it
+        code = subprocess.run([MILES, *arguments], check=False).returncode
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if code or asked:  # it may have finished all the same: nothing follows
+        sys.exit(128 - code if code < 0 else code or 130)
 
 
 def is_done(run: Path) -> bool:

@@ -70,7 +70,7 @@ class HFTokenizer:
         return list(encoding.ids)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        return str(self._tokenizer.decode(list(map(int, ids)), skip_special_tokens=skip_special))
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special))
 
     def save(self, folder: Path) -> None:
         """Copy the files of the loaded folder; a `generation_config.json` that is already there stays."""
@@ -101,12 +101,13 @@ class HFTokenizer:
 
     def _check_cover(self, text: str, encoding: Any) -> None:
         covered, special = bytearray(len(text)), bytearray(len(text))
-        added = self._tokenizer.get_added_tokens_decoder()
-        for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+        for start, end in encoding.offsets:
             covered[start:end] = b"\x01" * (end - start)
-            if token in added:
-                special[start:end] = covered[start:end]
         if 0 in covered:
+            added = self._tokenizer.get_added_tokens_decoder()
+            for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+                if token in added:
+                    special[start:end] = covered[start:end]
             # Offsets slip to the left behind a dropped character, so which one it was is asked for each alone.
             alone = (i for i, c in enumerate(text) if not special[i] and not self._spells(c))
             at = next(alone, covered.find(0))

@@ -58,7 +58,8 @@ class TextRenderer:
         return ids, mask
 
     def text(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode([i for i in ids if i not in self._unread])
+        unread = self._unread
+        return self.tokenizer.decode([i for i in ids if i not in unread])
 
     def parse(self, ids: Sequence[int]) -> Message:
         return Message(role="assistant", content=self.text(ids))

@@ -10,6 +10,7 @@ import sys
 import threading
 import traceback as traces
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
@@ -79,8 +80,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         _main(arguments)
     except SystemExit as leaving:
-        if arguments is None and threading.active_count() > 1:
-            leave_within(GRACE_S, leaving.code if isinstance(leaving.code, int) else 0)
+        if arguments is None:
+            with suppress(MilesError):  # was said already: Python's last flush would say it again, with another code
+                sys.stdout.flush()
+            if threading.active_count() > 1:
+                leave_within(GRACE_S, leaving.code if isinstance(leaving.code, int) else 0)
         raise
 
 

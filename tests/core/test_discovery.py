@@ -94,7 +94,7 @@ def test_two_distributions_with_one_name(plugins):
         catalogue.load("sync", "foo")
     assert message(error) == (
         "two distributions offer the sync plugin 'foo': acme-one 1.0 and acme-two 2.0\n"
-        "Fix: uninstall one of them, e.g. pip uninstall acme-two"
+        "Fix: keep one of them: pip uninstall acme-one, or pip uninstall acme-two"
     )
     assert {catalogue.state(e) for e in catalogue.entries("sync")} == {"name clash: acme-one, acme-two"}
 

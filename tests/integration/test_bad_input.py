@@ -408,7 +408,14 @@ def test_a_run_directory_that_exists(miles):
     Path("file").write_text("")
     refused(miles("run", "toy.yaml", "run.dir=file"), "MILES-E900", "file exists, and is no run directory")
     refused(miles("run", "toy.yaml", "run.name=toy/again"), "MILES-E903", "would lie inside the run directory")
-    assert everything() == sorted([*before, "file"])
+    Path("empty").mkdir()
+    for name, target in (("dangling", "nothing"), ("filled", "empty")):
+        Path(name).symlink_to(target)
+        told = f"{name} exists, and is no run directory"
+        refused(miles("run", "toy.yaml", f"run.dir={name}"), "MILES-E900", told, "run.dir=")
+        planned = miles("plan", "toy.yaml", f"run.dir={name}")
+        assert planned.code == 2 and told in planned.out
+    assert everything() == sorted([*before, "file", "empty", "dangling", "filled"])
 
 
 def test_a_path_that_leaves_a_run_directory_lies_outside_of_it(miles, monkeypatch):

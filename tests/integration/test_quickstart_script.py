@@ -51,8 +51,9 @@ LEAVES = {
 }
 
 
+@pytest.mark.parametrize("times", [1, 5])
 @pytest.mark.parametrize("how", LEAVES)
-def test_ctrl_c_lets_the_command_save_and_leaves(tmp_path, how):
+def test_ctrl_c_lets_the_command_save_and_leaves(tmp_path, how, times):
     command = tmp_path / "miles"
     command.write_text(COMMAND.replace("sys.exit(130)", LEAVES[how]))
     command.chmod(0o755)
@@ -69,5 +70,7 @@ def test_ctrl_c_lets_the_command_save_and_leaves(tmp_path, how):
     assert "miles run" in (process.stdout.readline() + process.stdout.readline())
     assert process.stdout.readline() == "began\n"
     os.killpg(process.pid, signal.SIGINT)
+    for _ in range(times - 1):
+        os.kill(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=30)
     assert (process.returncode, out, err) == (130, "saved\n", "")

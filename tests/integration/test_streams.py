@@ -146,3 +146,13 @@ def test_what_a_terminal_cannot_show_is_spelled_out(miles):
         [MILES, "show", RUN], capture_output=True, text=True, timeout=120, check=False, env=ascii_only
     )
     assert done.returncode == 0 and "\\u28" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("env", [BUFFERED, {**BUFFERED, "PYTHONUNBUFFERED": "1"}], ids=["buffered", "unbuffered"])
+def test_the_module_leaves_as_the_command_does(miles, env):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "miles_core.cli", "plugins"]
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False, env=env
+        )
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 2, done.stderr

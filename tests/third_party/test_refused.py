@@ -101,7 +101,7 @@ CASES = {
     "a name clash": (
         "sync={use: pigeon}",
         "MILES-E002: sync: two distributions offer the sync plugin 'pigeon': acme-pigeon 1.0 and zed-pigeon 0.2",
-        "uninstall one of them, e.g. pip uninstall zed-pigeon",
+        "keep one of them: pip uninstall acme-pigeon, or pip uninstall zed-pigeon",
     ),
     "a broken import": (
         "trackers={broken: {}}",

@@ -105,6 +105,7 @@ def test_answers_are_asked_for_where_they_are_needed(tmp_path):
         ("r:missing", r"has no function 'missing'\nFix: name one of its functions: score"),
         ("r:VALUE", "has no function 'VALUE'"),
         ("broken:score", r"importing .*broken.py fails at .*broken.py:2: ZeroDivisionError"),
+        ("unread:score", r"fails at [^<]*unread.py:2: SyntaxError: expected ':'"),
         ("needy:score", r"fails at .*needy.py:1: ModuleNotFoundError: No module named 'not_installed'"),
         ("odd:score", r"asks for 'completion', which is not offered by name\nFix: use parameters among text, answer"),
         ("odd:only", "asks for 'text'"),
@@ -113,6 +114,7 @@ def test_answers_are_asked_for_where_they_are_needed(tmp_path):
 def test_functions_that_cannot_be_used(tmp_path, spec, says):
     (tmp_path / "r.py").write_text("VALUE = 1\ndef score(text):\n    return 1\n")
     (tmp_path / "broken.py").write_text("x = 1\n1 / 0\n")
+    (tmp_path / "unread.py").write_text("import math\ndef score(text)\n    return 1\n")
     (tmp_path / "needy.py").write_text("import not_installed\n")
     (tmp_path / "odd.py").write_text("def score(completion): ...\ndef only(text, /): ...\n")
     with pytest.raises(ConfigError, match=says) as caught:

@@ -71,6 +71,7 @@ class Arithmetic:
 
     def __init__(self, config: ArithmeticConfig, *, name: str, seed: int, policy: str = "main") -> None:
         self._config, self._name, self._seed, self._policy = config, name, seed, policy
+        self._last = config.match == Match.last
         self.instant = config.delay_s == 0  # nothing to wait for: groups may be scored in one go
 
     def tasks(self, split: str) -> Tasks:
@@ -97,7 +98,7 @@ class Arithmetic:
         )
 
     def _said(self, text: str) -> str:
-        if self._config.match == Match.last:
+        if self._last:
             runs = _RUN.findall(text)
             return runs[-1] if runs else ""
         return text.strip()

@@ -138,6 +138,8 @@ def _on_path(folder: Path) -> Iterator[None]:
 def _import_failed(spec: str, what: str, error: BaseException) -> ConfigError:
     frames = traceback.extract_tb(error.__traceback__)
     at = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    if isinstance(error, SyntaxError) and error.filename:  # raised in Python's own import
+        at = f" at {error.filename}:{error.lineno}"
     return ConfigError(
         f"env.reward is {spec!r}, and importing {what} fails{at}: {type(error).__name__}: {error}",
         fix="make the file importable: python -c 'import …' shows the whole error",

@@ -28,7 +28,7 @@ from miles_core.learner import Learner
 from miles_core.ledger import Ledger
 from miles_core.passes import CALL_TIMEOUT_S, Trainer, with_finite
 from miles_core.pool import Pool
-from miles_core.prepare import Parts, Prepared, sampling_of
+from miles_core.prepare import Parts, Prepared, check_lengths, sampling_of
 from miles_core.provider import Place
 from miles_core.publish import Publisher, Publishers
 from miles_core.records import Group, Metric, Version, group_id
@@ -91,6 +91,7 @@ class Controller:
                 policies = [await _policy(prepared, policy, Trainer(trainer)) for policy in run.policies.values()]
                 pool = _pool(wiring, parts, Place.CONTROLLER, on_event, {})
                 await pool.start(START_TIMEOUT_S)
+                check_lengths(run, parts, pool.engines.values())
                 remote = await _remote_sampler(prepared, launcher, pool)
                 sampler = remote or _sampler(wiring, parts, pool)
                 publishers = _publishers(prepared, trainer, pool, on_event, remote) if run.engines else None

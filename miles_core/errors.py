@@ -59,7 +59,8 @@ def clause(error: BaseException, limit: int = 300) -> str:
 
 
 def blamed(what: str, kind: type[MilesError], fix: str) -> AbstractContextManager[None]:
-    """What plugin code raises in here becomes a `kind` that says what was going on; Miles' own errors pass."""
+    """What plugin code raises in here (`sys.exit()` too) becomes a `kind` that says what was going on; Miles' own errors
+    pass."""
     return _Blame(what, kind, fix)
 
 
@@ -72,7 +73,7 @@ class _Blame(AbstractContextManager[None]):
     fix: str
 
     def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, MilesError):
+        if error is not None and isinstance(error, Exception | SystemExit) and not isinstance(error, MilesError):
             raise self.kind(f"{self.what}: {clause(error)}", fix=self.fix) from error
 
 

@@ -5,8 +5,9 @@ Capabilities, the plugin lock, model sources, renderers, environments and the fi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from miles_core.wiring import Wiring, sources_of
 
 if TYPE_CHECKING:
     from miles_core.config.schema import Policy, RunFile
+    from miles_core.contracts.engine import Engine
     from miles_core.contracts.model import ModelSource
     from miles_core.discovery import Catalogue
     from miles_core.passes import Stages
@@ -214,6 +216,22 @@ def _unchanged(parts: Parts, begun: Mapping[str, Any]) -> dict[str, str]:
                     fix="put the files back as they were, or start a new run",
                 )
     return found
+
+
+def check_lengths(run: RunFile, parts: Parts, engines: Iterable[Engine]) -> None:
+    """Refuse prompts that are known to be longer (`TaskSource.longest`) than an engine takes (`Engine.longest_prompt`).
+    Raises `DataError`."""
+    limits = [(most, engine.name) for engine in engines if (most := getattr(engine, "longest_prompt", None)) is not None]
+    for sampling in parts.sampling.values() if limits else ():
+        most, engine = min(limits)
+        splits = (["train"] if sampling.rewarded else []) + (["eval"] if run.eval.every is not None else [])
+        for name, split in product(sampling.envs, splits):
+            tokens, where = getattr(sampling.envs[name].tasks(split), "longest", None) or (0, "")
+            if tokens > most:
+                raise DataError(
+                    f"environment {name!r}: {where}: the prompt has {tokens} tokens; engine {engine!r} takes at most {most}",
+                    fix="shorten or remove it, or let the engine take longer ones (option max_length of `local`)",
+                )
 
 
 def _fits(model: ModelSource, renderer: Any, task: str, ids: Sequence[int]) -> None:

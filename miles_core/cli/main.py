@@ -5,6 +5,7 @@ Only the module of the command that was typed is imported, so that `miles plugin
 
 from __future__ import annotations
 
+import errno
 import importlib
 import sys
 import threading
@@ -101,6 +102,16 @@ def _main(arguments: Sequence[str] | None) -> None:
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
+    except SystemExit as error:
+        if getattr(error.__context__, "errno", None) == errno.EPIPE:  # the parser's own, where nobody reads any more
+            raise
+        where = traces.extract_tb(error.__traceback__)[-1]
+        _say(
+            f"MILES-E000: {where.filename}:{where.lineno} ended the command by sys.exit({error.code!r})\n"
+            "Fix: raise an exception there, which says what is wrong; --traceback shows who called it",
+            wants_traceback,
+        )
+        sys.exit(EXIT_INTERNAL)
     except Exception as error:
         if hasattr(error, "format_message"):  # a usage error of the parser, whichever click typer brings
             context = getattr(error, "ctx", None)

@@ -84,7 +84,8 @@ class Engine(Protocol):
     sampler, finds that address in its `BuildContext`. One that serves several policies at once offers `policies`. One
     that has `async generate_many(requests) -> list[Completion | Exception]` answers requests that come together in one
     wait, an error in the place of the answer that it kept from coming; it is asked so where nothing can be done with
-    one answer before the last.
+    one answer before the last. One with an attribute `longest_prompt: int` (tokens, once it has started) is not begun
+    with tasks that are known to be longer.
     """
 
     name: str

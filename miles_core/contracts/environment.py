@@ -23,6 +23,9 @@ class TaskSource(Protocol):
     `size` counts the tasks, `None` where they are generated without end. `task(position)` accepts any position >= 0:
     finite sources wrap round (epoch = position // size, shuffled anew each epoch where they shuffle). The task's id is
     that of the underlying item: `<env>:<split>:<index>`. Core counts attempts per item as the epoch.
+
+    A source that has rendered its tasks beforehand may have an attribute `longest: tuple[int, str] | None`: the tokens
+    of the longest prompt, and where that stands (file and line). It is held against `Engine.longest_prompt`.
     """
 
     size: int | None

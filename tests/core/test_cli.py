@@ -487,6 +487,14 @@ def test_an_internal_error_says_so(miles, monkeypatch):
     )
 
 
+def test_a_plugin_that_leaves_does_not_end_the_command_in_silence(miles, monkeypatch):
+    monkeypatch.setattr(results, "recorded", lambda: sys.exit(0))
+    code, _, err = miles("plugins")
+    assert code == 70
+    assert err.startswith(f"MILES-E000: {__file__}:") and " ended the command by sys.exit(0)\nFix: " in err
+    assert miles("plugins", "--traceback")[2].startswith("Traceback")
+
+
 def test_ctrl_c_exits_with_130(miles, monkeypatch):
     def interrupt():
         raise KeyboardInterrupt

@@ -348,10 +348,33 @@ GOOD = '{"prompt": "12>", "answer": "2"}\n'
         ('{"prompt": 7, "answer": "2"}', "field 'prompt' is a number"),
         ("{broken", "not JSON"),
         ("[1]", "holds a list, not an object"),
+        ('{"prompt": "12>", "answer": "2"} {}', "not JSON"),
     ],
 )
 def test_a_row_without_the_needed_field_names_file_and_line(rows, row, words):
     rows(GOOD + row + "\n" + GOOD, ["tasks.jsonl:2: ", words])
+
+
+ROWS_FOR_A_MODEL = [
+    ('{"prompt": "1é2>", "answer": "2"}', "MILES-E800", ["character 'é'", "not in model.alphabet"], ()),
+    (f'{{"prompt": "{"1" * 70}>", "answer": "2"}}', "MILES-E800", ["71 tokens", "engine 'local' takes at most 63"], ()),
+    ('{"prompt": [{"role": "user", "content": "1>"}], "answer": "2"}', "MILES-E111", ["no chat template"], ()),
+    ('{"prompt": "12>", "answer": "é"}', "MILES-E800", ["character 'é'", "not in model.alphabet"], ("algorithm=sft", "schedule.group_size=1")),
+]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize(("row", "code", "words", "more"), ROWS_FOR_A_MODEL)
+def test_a_row_that_tokenizer_or_engine_cannot_take_names_file_and_line(bad, row, code, words, more, shuffle):
+    Path("real.yaml").write_text(REAL)
+    for place, eval_path in ((1, None), (2, None), (2, "held.jsonl")):  # also the first one, and one of the other split
+        lines = [GOOD if at != place else row + "\n" for at in range(1, 4)]
+        Path("tasks.jsonl").write_text(GOOD if eval_path else "".join(lines))
+        Path("held.jsonl").write_text("".join(lines).replace("12>", "21>"))
+        env = f"env={{use: jsonl, path: tasks.jsonl, shuffle: {shuffle}, eval_path: {eval_path or 'null'}}}"
+        evaluated = ("eval={every: 1}",) if eval_path else ()
+        where = f"{eval_path or 'tasks.jsonl'}:{place}: "
+        bad(code, [where, *words], env, *more, *evaluated, file="real.yaml")
 
 
 def test_an_empty_split(rows):

@@ -99,6 +99,21 @@ def test_a_late_bad_row_stops_the_run_and_can_be_resumed(run):
     assert sorted(set(steps)) == list(range(6))
 
 
+@pytest.mark.parametrize("eval_path", [None, "held.jsonl"])
+def test_a_late_row_that_has_no_tokens_names_file_and_line_and_is_mended(run, tmp_path, eval_path):
+    reward = "def score(text):\n    return 1.0\n"
+    rows = [{"prompt": f"{i % 10}=", "answer": "1"} for i in range(30)]
+    (tmp_path / "held.jsonl").write_text(json.dumps({"prompt": "11=", "answer": "1"}))
+    options = ("env.check_rows=5", "env.shuffle=false", "run.checkpoint_every=1", f"env.eval_path={eval_path or 'null'}")
+    with pytest.raises(LateDataError, match=r"tasks.jsonl:13: .*'é'") as stopped:
+        run(reward, *options, rows=[*rows[:12], {"prompt": "é=", "answer": "1"}, *rows[13:]])
+    assert "leave as many rows as there were" in stopped.value.fix
+    with pytest.raises(ResumeError, match="reads its tasks from has changed"):
+        run(reward, *options, rows=[{"prompt": "9=", "answer": "1"}, *rows[1:]], resume=True)  # one that was trained
+    metrics = run(reward, *options, rows=rows, resume=True)
+    assert {line["step"] for line in metrics if "rollout/reward" in line} == set(range(6))
+
+
 def test_a_run_does_not_go_on_with_other_tasks(run):
     rows = [{"prompt": f"{i}=", "answer": str(i)} for i in range(10)]
     reward = "def score(text):\n    return 0.5\n"

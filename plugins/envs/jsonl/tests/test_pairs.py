@@ -106,7 +106,7 @@ def test_a_group_of_two_demonstrations_is_a_pair(tmp_path, size, pair):
         schedule=ScheduleConfig(group_size=size),
     )
     run = SimpleNamespace(run=SimpleNamespace(folder=str(tmp_path)), policies={"main": policy})
-    context = SimpleNamespace(run=run, policy="main", name="mine", seed=0)
+    context = SimpleNamespace(run=run, policy="main", name="mine", seed=0, renderer=None)
     (tmp_path / "tasks.jsonl").write_text(json.dumps({"prompt": "p", "chosen": "a", "rejected": "b"}) + "\n")
     task = build(JsonlConfig(path="tasks.jsonl"), context).tasks("train").task(0)
     assert task.demonstrations == (("a", "b") if pair else ("a",))

@@ -23,7 +23,7 @@ def context(folder, episodes=EpisodeSource.sampled):
     algorithm = SimpleNamespace(keys=SimpleNamespace(episodes=episodes))
     policy = SimpleNamespace(algorithm=algorithm, schedule=SimpleNamespace(group_size=1))
     run = SimpleNamespace(run=SimpleNamespace(folder=str(folder)), policies={"main": policy})
-    return SimpleNamespace(name="mine", seed=0, policy="main", run=run)
+    return SimpleNamespace(name="mine", seed=0, policy="main", run=run, renderer=None)
 
 
 def build(folder, spec, **options):
@@ -106,6 +106,8 @@ def test_answers_are_asked_for_where_they_are_needed(tmp_path):
         ("r:VALUE", "has no function 'VALUE'"),
         ("broken:score", r"importing .*broken.py fails at .*broken.py:2: ZeroDivisionError"),
         ("unread:score", r"fails at [^<]*unread.py:2: SyntaxError: expected ':'"),
+        ("leaves:score", r"importing .*leaves.py fails at .*leaves.py:2: SystemExit: 0"),
+        ("package.leaves:score", r"importing package.leaves fails at .*leaves.py:1: SystemExit"),
         ("needy:score", r"fails at .*needy.py:1: ModuleNotFoundError: No module named 'not_installed'"),
         ("odd:score", r"asks for 'completion', which is not offered by name\nFix: use parameters among text, answer"),
         ("odd:only", "asks for 'text'"),
@@ -115,6 +117,10 @@ def test_functions_that_cannot_be_used(tmp_path, spec, says):
     (tmp_path / "r.py").write_text("VALUE = 1\ndef score(text):\n    return 1\n")
     (tmp_path / "broken.py").write_text("x = 1\n1 / 0\n")
     (tmp_path / "unread.py").write_text("import math\ndef score(text)\n    return 1\n")
+    (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    (tmp_path / "package" / "leaves.py").write_text("raise SystemExit\n")
     (tmp_path / "needy.py").write_text("import not_installed\n")
     (tmp_path / "odd.py").write_text("def score(completion): ...\ndef only(text, /): ...\n")
     with pytest.raises(ConfigError, match=says) as caught:

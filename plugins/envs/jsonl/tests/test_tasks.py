@@ -9,13 +9,14 @@ import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from miles_env_jsonl import tasks
 from miles_env_jsonl.config import JsonlConfig
 from miles_env_jsonl.environment import JsonlEnvironment
 from miles_env_jsonl.files import split_slice
 from miles_env_jsonl.tasks import Needs
 
 from miles_core.contracts.environment import Environment, TaskSource
-from miles_core.errors import DataError, LateDataError, MissingExtraError
+from miles_core.errors import DataError, LateDataError, MissingExtraError, PluginContractError
 from miles_core.records import Message
 
 
@@ -28,7 +29,7 @@ def rows(count, start=0):
     return [{"prompt": f"q{i}", "answer": i} for i in range(start, start + count)]
 
 
-def env(folder, seed=7, needs=None, **options):
+def env(folder, seed=7, needs=None, renderer=None, **options):
     return JsonlEnvironment(
         JsonlConfig(**{"path": "tasks.jsonl", **options}),
         name="mine",
@@ -37,6 +38,7 @@ def env(folder, seed=7, needs=None, **options):
         folders=(folder,),
         function=None,
         needs=needs or Needs(),
+        renderer=renderer,
     )
 
 
@@ -287,10 +289,70 @@ def test_a_bad_row_behind_those_that_were_checked_may_be_repaired_in_its_place(t
         digests[name] = env(tmp_path, check_rows=5).digest
     assert digests["bad"] == digests["good"] and len(set(digests.values())) == 3
     write(tmp_path / "tasks.jsonl", good)
-    every = env(tmp_path, check_rows=None).digest, env(tmp_path, check_rows=5, eval_fraction=0.2).digest
+    every = env(tmp_path, check_rows=None).digest
     write(tmp_path / "tasks.jsonl", [*good[:-1], {"prompt": "q11", "answer": "other"}])
-    changed = env(tmp_path, check_rows=None).digest, env(tmp_path, check_rows=5, eval_fraction=0.2).digest
-    assert every[0] != changed[0] and every[1] != changed[1]  # all were checked
+    assert env(tmp_path, check_rows=None).digest != every
+
+
+class Letters:
+    """A renderer that knows small letters and digits, and counts what it renders."""
+
+    def __init__(self):
+        self.rendered = []
+
+    def prompt(self, prompt):
+        self.rendered.append(prompt)
+        if not prompt.isascii():
+            raise DataError(f"no token for {prompt!r}", fix="change it")
+        return [1] * len(prompt.strip())
+
+
+def test_rows_are_rendered_before_the_run_as_many_as_are_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(tasks, "RENDERED", 4)
+    lines = [{"prompt": "q" * (1 + i % 3)} for i in range(8)]
+    for checked, seen in ((None, 4), (2, 2), (6, 4)):
+        write(tmp_path / "tasks.jsonl", [*lines, {"prompt": "é"}])
+        renderer = Letters()
+        found = env(tmp_path, renderer=renderer, shuffle=False, check_rows=checked)
+        assert found.tasks("train").longest == (seen if seen < 3 else 3, f"{tmp_path}/tasks.jsonl:{min(seen, 3)}")
+        assert len(renderer.rendered) == 1 + seen  # and the one that is handed out first
+        found.tasks("train").task(0)
+        assert len(renderer.rendered) == 1 + seen  # not again
+        with pytest.raises(LateDataError, match=r"tasks.jsonl:9: no token for 'é'"):
+            found.tasks("train").task(8)
+        for row, says in ((0, "tasks.jsonl:1: no token for 'é'"), (seen - 1, f"tasks.jsonl:{seen}: no token")):
+            write(tmp_path / "tasks.jsonl", [*lines[:row], {"prompt": "é"}, *lines[row + 1 :]])
+            with pytest.raises(DataError, match=says):
+                env(tmp_path, renderer=Letters(), shuffle=False, check_rows=checked).tasks("train")
+    write(tmp_path / "tasks.jsonl", [*lines, {"prompt": " "}])
+    with pytest.raises(DataError, match=r"tasks.jsonl:9: the renderer makes no token of the prompt"):
+        env(tmp_path, path="tasks.jsonl@[8:]", renderer=Letters()).tasks("train")
+
+
+def test_a_renderer_that_breaks_is_blamed(tmp_path):
+    class Broken:
+        def prompt(self, prompt):
+            return 1 / 0
+
+    write(tmp_path / "tasks.jsonl", rows(1))
+    with pytest.raises(PluginContractError, match=r"cannot render .*tasks.jsonl:1: ZeroDivisionError"):
+        env(tmp_path, renderer=Broken()).tasks("train")
+
+
+def test_a_repair_may_not_move_a_row_from_one_split_to_the_other(tmp_path):
+    def split(row, **changed):
+        lines = rows(12)
+        lines[row] |= changed
+        write(tmp_path / "tasks.jsonl", lines)
+        found = env(tmp_path, check_rows=5, eval_fraction=0.2)
+        return found.digest, found.tasks("train").indices.tolist(), found.tasks("eval").indices.tolist()
+
+    digest, train, held = split(0)
+    assert len(train) == 10 and len(held) == 2
+    assert split(train[-1], answer="other") == (digest, train, held)
+    assert split(held[-1], answer="other")[0] != digest != split(train[0], answer="other")[0]
+    prompts = (split(train[-1], prompt=f"z{i}") for i in range(1000))
+    assert next(found for found in prompts if found[1] != train)[0] != digest
 
 
 def test_the_digest_of_parquet_and_of_a_file_that_is_missing(tmp_path):

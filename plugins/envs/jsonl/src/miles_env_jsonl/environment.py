@@ -21,13 +21,13 @@ from miles_env_jsonl.tasks import (
     Needs,
     Reader,
     hold_out,
-    parsed_or_data_error,
     shuffler,
     without_overlap,
 )
 
 if TYPE_CHECKING:
     from miles_core.contracts.environment import EpisodeContext
+    from miles_core.contracts.rendering import Renderer
     from miles_core.provider import BuildContext
     from miles_core.records import Array
 
@@ -52,6 +52,7 @@ def build(config: JsonlConfig, context: BuildContext) -> JsonlEnvironment:
         folders=folders,
         function=function,
         needs=needs,
+        renderer=context.renderer,
     )
 
 
@@ -68,9 +69,10 @@ class JsonlEnvironment:
         folders: tuple[Path, ...],
         function: Callable[..., Any] | None,
         needs: Needs,
+        renderer: Renderer | None = None,
     ) -> None:
         self._config, self._name, self._seed, self._policy = config, name, seed, policy
-        self._folders, self._needs = folders, needs
+        self._folders, self._needs, self._renderer = folders, needs, renderer
         self._runner = None
         if function is not None:
             assert config.reward is not None
@@ -81,17 +83,16 @@ class JsonlEnvironment:
 
     @property
     def digest(self) -> str:
-        """SHA-256 over what makes the tasks: how many rows each split has, and those that were checked beforehand.
+        """SHA-256 over what makes the tasks: which rows each split has, and those that were rendered beforehand.
 
         A bad row behind them may be repaired in its place before a run goes on. Raises `DataError` as `tasks` does.
         """
         found = hashlib.sha256()
-        checked = self._config.check_rows if len(self.task_splits) == 1 else None  # splits are compared as a whole
         for split in self.task_splits:
             source = self.tasks(split)
-            found.update(f"{split} {len(source.indices)}\n".encode())
-            for row in source.indices[:checked]:
-                found.update(source.reader.rows.raw(int(row)) + b"\n")
+            found.update(f"{split} {len(source.indices)}\n".encode() + source.indices.tobytes())
+            for row in source.checked:
+                found.update(source.reader.rows.raw(row) + b"\n")
         return found.hexdigest()
 
     def tasks(self, split: str) -> FileTasks:
@@ -137,18 +138,15 @@ class JsonlEnvironment:
         elif config.eval_fraction is not None:
             rows, held_rows = hold_out(train, rows, config.eval_fraction, self._name)
             sources["eval"] = self._source(train, held_rows, "eval", config.path)
-        else:
-            for row in rows[: config.check_rows]:
-                parsed_or_data_error(train, int(row), self._name)
         sources["train"] = self._source(train, rows, "train", config.path)
-        # The first task is checked before the run, whichever row the shuffle puts there.
-        parsed_or_data_error(train, sources["train"].row(0), self._name)
+        for source in sources.values():
+            source.check(config.check_rows)
         return sources
 
     def _reader(self, path: str, needs: Needs) -> tuple[Reader, Array]:
         name, cut = split_slice(path)
         rows = open_rows(find(name, self._folders))
-        return Reader(rows, self._config, needs), np.arange(len(rows), dtype=np.int64)[cut]
+        return Reader(rows, self._config, needs, self._renderer), np.arange(len(rows), dtype=np.int64)[cut]
 
     def _source(self, reader: Reader, rows: Array, split: str, path: str) -> FileTasks:
         if not len(rows):

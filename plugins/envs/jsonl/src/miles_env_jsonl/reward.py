@@ -96,7 +96,7 @@ def _module(spec: str, name: str, folders: Sequence[Path]) -> ModuleType:
         except ModuleNotFoundError as error:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise _import_failed(spec, name, error) from error
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise _import_failed(spec, name, error) from error
     looked = ", ".join(dict.fromkeys(str(folder / relative) for folder in folders))
     raise ConfigError(
@@ -120,7 +120,7 @@ def _from_file(spec: str, path: Path) -> ModuleType:
     try:
         with _on_path(path.parent):
             found.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise _import_failed(spec, str(path), error) from error
     return module

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from miles_core.columns import Array
-from miles_core.errors import DataError, LateDataError
+from miles_core.errors import DataError, LateDataError, MilesError, PluginContractError, blamed
 from miles_core.records import Message, Prompt, Task
 from miles_core.seeds import generator
 from miles_env_jsonl.config import JsonlConfig
 from miles_env_jsonl.files import BadRow, Rows, kind_of
 
+if TYPE_CHECKING:
+    from miles_core.contracts.rendering import Renderer
+
 ROLES = ("system", "user", "assistant", "tool")
+#: Most rows that are rendered before a run: this takes ten times as long as to read them.
+RENDERED = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +49,28 @@ class Parsed:
 class Reader:
     """Reads and checks single rows. Raises `BadRow` with file and line."""
 
-    def __init__(self, rows: Rows, config: JsonlConfig, needs: Needs) -> None:
-        self.rows, self._config, self._needs = rows, config, needs
+    def __init__(self, rows: Rows, config: JsonlConfig, needs: Needs, renderer: Renderer | None = None) -> None:
+        self.rows, self._config, self._needs, self._renderer = rows, config, needs, renderer
+
+    def rendered(self, row: int) -> tuple[Parsed, int]:
+        """`parse`, and how many tokens the renderer makes of the prompt (0 without one). Raises `BadRow` also for what
+        it cannot render."""
+        parsed, renderer, where = self.parse(row), self._renderer, self.rows.where(row)
+        if renderer is None:
+            return parsed, 0
+        fix = "see where with --traceback, then mend the renderer or use another"
+        try:
+            with blamed(f"the renderer cannot render {where}", PluginContractError, fix):
+                tokens = len(renderer.prompt(parsed.prompt))
+                for shown in parsed.demonstrations if self._needs.demonstration else ():
+                    renderer.demonstration(parsed.prompt, shown)
+        except PluginContractError:
+            raise
+        except MilesError as error:
+            raise BadRow(where, error.message, error.fix) from error
+        if not tokens:
+            raise BadRow(where, "the renderer makes no token of the prompt", "remove the row, or fill the field")
+        return parsed, tokens
 
     def parse(self, row: int) -> Parsed:
         c = self._config
@@ -200,7 +226,11 @@ def prompt_key(prompt: Prompt) -> bytes:
 
 
 class FileTasks:
-    """Keeps the contract `TaskSource` over some rows of a file. Row numbers of the file are the tasks' indices."""
+    """Keeps the contract `TaskSource` over some rows of a file. Row numbers of the file are the tasks' indices.
+
+    `checked` are the rows that `check` rendered, and `longest` says tokens and place of their longest prompt. Others are
+    rendered when they are handed out, and may be repaired in their place while the run stands.
+    """
 
     def __init__(
         self,
@@ -213,21 +243,35 @@ class FileTasks:
     ) -> None:
         self.reader, self.indices = reader, rows
         self.size: int | None = len(rows)
+        self.checked: list[int] = []
+        self.longest: tuple[int, str] | None = None
         self._name, self._split = name, split
         self._shuffled = None if shuffled is None else lru_cache(maxsize=2)(shuffled)
 
-    def row(self, position: int) -> int:
-        """The row of the file that stands at `position`."""
+    def check(self, count: int | None) -> None:
+        """Before the run: read the first `count` rows (all where null), and render as many of them as `RENDERED` and
+        the one that is handed out first. Raises `DataError`, or what the renderer raised, naming file and line."""
+        rows, first = self.indices[:count].tolist(), int(self.indices[self._place(0)])
+        self.checked = rows[:RENDERED]
+        for row in (first, *self.checked):
+            with _before_the_run(self._name):
+                _, tokens = self.reader.rendered(row)
+            if self.longest is None or tokens > self.longest[0]:
+                self.longest = tokens, self.reader.rows.where(row)
+        for row in rows[RENDERED:]:
+            with _before_the_run(self._name):
+                self.reader.parse(row)
+
+    def _place(self, position: int) -> int:
         epoch, place = divmod(position, len(self.indices))
-        if self._shuffled is not None:
-            place = int(self._shuffled(epoch)[place])
-        return int(self.indices[place])
+        return place if self._shuffled is None else int(self._shuffled(epoch)[place])
 
     def task(self, position: int) -> Task:
         """Raises `LateDataError` naming file and line."""
-        row = self.row(position)
+        place = self._place(position)
+        row = int(self.indices[place])
         try:
-            parsed = self.reader.parse(row)
+            parsed = self.reader.parse(row) if place < len(self.checked) else self.reader.rendered(row)[0]
         except BadRow as bad:
             fix = f"{bad.fix}; where the run goes on, leave as many rows as there were"
             raise LateDataError(f"environment {self._name!r}: {bad}", fix=fix) from bad
@@ -245,18 +289,25 @@ def shuffler(seed: int, policy: str, name: str, count: int) -> Callable[[int], A
     return lambda epoch: generator(seed, policy, "jsonl", name, epoch).permutation(count)
 
 
-def parsed_or_data_error(reader: Reader, row: int, name: str) -> Parsed:
-    """A row before the run: raises `DataError` instead of `BadRow`."""
+@contextmanager
+def _before_the_run(name: str) -> Iterator[None]:
+    """Raises `DataError` instead of `BadRow`, or what the renderer raised."""
     try:
-        return reader.parse(row)
+        yield
     except BadRow as bad:
-        raise DataError(f"environment {name!r}: {bad}", fix=bad.fix) from bad
+        kind = type(bad.__cause__) if isinstance(bad.__cause__, MilesError) else DataError
+        raise kind(f"environment {name!r}: {bad}", fix=bad.fix) from bad
+
+
+def _key(reader: Reader, row: int, name: str) -> bytes:
+    with _before_the_run(name):
+        return prompt_key(reader.parse(row).prompt)
 
 
 def hold_out(reader: Reader, rows: Array, fraction: float, name: str) -> tuple[Array, Array]:
     """(train, eval) rows: the share `fraction` of the different prompts, those with the lowest digests, is held out. At
     least one prompt goes to each side where there are two."""
-    keys = [prompt_key(parsed_or_data_error(reader, int(row), name).prompt) for row in rows]
+    keys = [_key(reader, int(row), name) for row in rows]
     different = sorted(set(keys))
     count = min(max(1, round(fraction * len(different))), len(different) - 1)
     held = set(different[:count]) if count > 0 else set()
@@ -266,10 +317,10 @@ def hold_out(reader: Reader, rows: Array, fraction: float, name: str) -> tuple[A
 
 def without_overlap(train: Reader, rows: Array, held: Reader, held_rows: Array, *, drop: bool, name: str) -> Array:
     """The training rows whose prompt the evaluation rows do not hold. Raises `DataError` for one unless `drop`."""
-    seen = {prompt_key(parsed_or_data_error(held, int(row), name).prompt): int(row) for row in held_rows}
+    seen = {_key(held, int(row), name): int(row) for row in held_rows}
     kept = []
     for row in map(int, rows):
-        twin = seen.get(prompt_key(parsed_or_data_error(train, row, name).prompt))
+        twin = seen.get(_key(train, row, name))
         if twin is None:
             kept.append(row)
         elif not drop:

@@ -86,6 +86,11 @@ class LocalEngine:
         return self.lanes.first.slots
 
     @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt behind which an answer may follow."""
+        return self.slots.max_length - 1
+
+    @property
     def weights(self) -> LiveWeights:
         """The model of the first lane."""
         return self.lanes.first.weights
@@ -263,7 +268,7 @@ class LocalEngine:
                 fix="ask for fewer",
             )
         given = request.prompt["tokens"]
-        most = self.slots.max_length - (0 if k is not None and request.sampling.max_new_tokens == 0 else 1)
+        most = self.longest_prompt + (1 if k is not None and request.sampling.max_new_tokens == 0 else 0)
         if not 0 < len(given) <= most:  # type: ignore[arg-type]  # no `Ref` comes here
             raise EngineError(
                 f"the prompt of request {request.id!r} has {len(given)} tokens; from 1 to {most} fit"  # type: ignore[arg-type]

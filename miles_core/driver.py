@@ -123,6 +123,8 @@ def _resume(run_file: RunFile, path: Path, catalogue: Catalogue, holding: ExitSt
             f"{path} has all of its {run_file.run.steps} steps already",
             fix=f"give it more, e.g. run.steps={2 * run_file.run.steps}, or look at it with `miles show`",
         )
+    if checkpoint is not None:
+        checkpoint.check()
     return Resume(run=run, checkpoint=checkpoint, changes={k: list(v) for k, v in changes.items()})
 
 

@@ -59,8 +59,8 @@ def clause(error: BaseException, limit: int = 300) -> str:
 
 
 def blamed(what: str, kind: type[MilesError], fix: str) -> AbstractContextManager[None]:
-    """What plugin code raises in here (`sys.exit()` too) becomes a `kind` that says what was going on; Miles' own errors
-    pass."""
+    """What plugin code raises in here, by `sys.exit()` too, becomes a `kind` that says what was going on; Miles' own
+    errors pass."""
     return _Blame(what, kind, fix)
 
 

@@ -48,6 +48,7 @@ def export(run: RunDir, step: int | None, folder: Path, policy: str = "") -> int
     if os.path.exists(folder):
         raise RunExistsError(f"{folder} exists", fix="name a folder that does not exist")
     checkpoint = run.checkpoint(step)
+    checkpoint.check()
     catalogue = scan()
     run_file = from_tree(run.tree(), catalogue)
     chosen = run_file.policies.get(policy) if policy else next(iter(run_file.policies.values()))

@@ -221,7 +221,7 @@ def _unchanged(parts: Parts, begun: Mapping[str, Any]) -> dict[str, str]:
 def check_lengths(run: RunFile, parts: Parts, engines: Iterable[Engine]) -> None:
     """Refuse prompts that are known to be longer (`TaskSource.longest`) than an engine takes (`Engine.longest_prompt`).
     Raises `DataError`."""
-    limits = [(most, engine.name) for engine in engines if (most := getattr(engine, "longest_prompt", None)) is not None]
+    limits = [(engine.longest_prompt, engine.name) for engine in engines if hasattr(engine, "longest_prompt")]
     for sampling in parts.sampling.values() if limits else ():
         most, engine = min(limits)
         splits = (["train"] if sampling.rewarded else []) + (["eval"] if run.eval.every is not None else [])

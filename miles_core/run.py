@@ -1,20 +1,23 @@
 """The run directory: what is in it, how a checkpoint becomes valid, and what may differ on a resume.
 
-`runs/<name>/`: `resolved.yaml` (itself a run file; each value's origin stands behind it as a comment), `plugins.lock`
-(also where each model was found), `lock` (who runs here; held while it does), `events.jsonl`, `metrics.jsonl`,
-`journal/`, `rollouts/`, `checkpoints/`, `weights/`, `exports/`. A checkpoint is
+`runs/<name>/`: `resolved.yaml` (itself a run file; each value's origin stands behind it as a comment, a digest of all
+values at its end), `plugins.lock` (also where each model was found), `lock` (who runs here; held while it does),
+`events.jsonl`, `metrics.jsonl`, `journal/`, `rollouts/`, `checkpoints/`, `weights/`, `exports/`. A checkpoint is
 `checkpoints/step_NNNNNN/{trainer/, ledger.json, COMMIT}`; it counts only once COMMIT is there, which is written last,
-after everything else was flushed to disk. `checkpoints/best` names the best one.
+after everything else was flushed to disk, and holds the digest of every file. `checkpoints/best` names the best one.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +35,8 @@ from miles_core.errors import (
     blamed,
 )
 from miles_core.files import flush
+
+SEAL = "# sha256 of these values: "
 
 #: What may change on `--resume` (design §6), as patterns over dotted paths. `run.steps` may only grow.
 MAY_CHANGE = (
@@ -53,6 +58,18 @@ class Checkpoint:
     @property
     def trainer(self) -> Path:
         return self.folder / "trainer"
+
+    def check(self) -> None:
+        """Raise `CheckpointError` where a file is not what was committed. (COMMIT of 0.1.0 holds a number alone.)"""
+        fix = f"restore it, or do without this checkpoint: rm -r {shlex.quote(str(self.folder))}"
+        with blamed(f"the checkpoint {self.folder} cannot be checked", CheckpointError, fix):
+            known = json.loads((self.folder / "COMMIT").read_text())
+            files = known["files"] if isinstance(known, dict) else {}
+            found = _digests(self.folder) if files else {}
+        for name, digest in files.items():
+            if found.get(name) != digest:
+                why = "is not what was saved" if name in found else "is gone"
+                raise CheckpointError(f"the checkpoint {self.folder}: {name} {why}", fix=fix)
 
     def ledger(self) -> dict[str, Any]:
         """The ledger's snapshot. Raises `CheckpointError` where it cannot be read."""
@@ -108,12 +125,20 @@ class RunDir:
             return file
 
     def write_config(self, tree: Mapping[str, Any], origins: Mapping[str, str], lock: Mapping[str, Any]) -> None:
-        write_durably(self.path / "resolved.yaml", "\n".join(annotated_yaml(tree, origins)) + "\n")
+        lines = [*annotated_yaml(tree, origins), SEAL + _seal(tree)]
+        write_durably(self.path / "resolved.yaml", "\n".join(lines) + "\n")
         write_durably(self.path / "plugins.lock", json.dumps(lock, indent=1, sort_keys=True, default=dict) + "\n")
 
     def tree(self) -> dict[str, Any]:
-        """`resolved.yaml` as a plain tree."""
-        return read_yaml(self.path / "resolved.yaml")
+        """`resolved.yaml` as a plain tree. Raises `ResumeError` where its values were edited."""
+        file = self.path / "resolved.yaml"
+        tree, (_, found, seal) = read_yaml(file), file.read_text(encoding="utf-8").rpartition(SEAL)
+        if found and seal.split()[:1] != [_seal(tree)]:
+            raise ResumeError(
+                f"{file} was edited: its values are not those that the run wrote there",
+                fix="undo the change; --resume takes values by key=value, and others need a new run",
+            )
+        return tree
 
     def lock(self) -> dict[str, Any]:
         return _read_json(self.path / "plugins.lock", ResumeError, "restore it, or start a new run")
@@ -179,17 +204,34 @@ class RunDir:
             for file in draft.rglob("*"):
                 if file.is_file():
                     flush(file)
+            files = _digests(draft)
             if folder.exists():
                 (folder / "COMMIT").unlink(missing_ok=True)
                 shutil.rmtree(folder)
             os.rename(draft, folder)
-            write_durably(folder / "COMMIT", f"{step}\n")
+            write_durably(folder / "COMMIT", json.dumps({"step": step, "files": files}, indent=1) + "\n")
             flush(folder.parent)
         return Checkpoint(step, folder)
 
     def point_best(self, step: int) -> None:
         with _writing(step):
             write_durably(self.path / "checkpoints" / "best", f"step_{step:06d}\n")
+
+
+def _seal(tree: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file but COMMIT, by name relative to `folder`."""
+
+    def digest(file: Path) -> str:
+        with open(file, "rb") as opened:
+            return hashlib.file_digest(opened, "sha256").hexdigest()
+
+    files = sorted(file for file in folder.rglob("*") if file.is_file() and file.name != "COMMIT")
+    with ThreadPoolExecutor() as threads:  # hashing leaves the interpreter to others
+        return {str(f.relative_to(folder)): found for f, found in zip(files, threads.map(digest, files), strict=True)}
 
 
 def _writing(step: int) -> AbstractContextManager[None]:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from miles_core.errors import EXIT_FINDINGS
+
 if TYPE_CHECKING:
     from miles_core.config.schema import ScheduleConfig
     from miles_core.history import History
@@ -17,15 +19,19 @@ if TYPE_CHECKING:
 
 def audit(run: Annotated[Path, typer.Argument(help="a run directory, e.g. runs/quickstart")]) -> int:
     """Prove from the journal: every lease ends once, no group is trained twice, batches hold their own slots, no token
-    is older than allowed, every version that sampled was verified, and checkpoints and metrics know nothing that the
-    journal does not. Exit code 1 where a promise was broken."""
+    is older than allowed, every version that sampled was verified. And beside it: checkpoints and metrics know nothing
+    that the journal does not, and no file of a checkpoint has changed. Exit code 1 where a promise was broken."""
     from miles_core.cli.accounting import check_history, check_metrics, check_positions, check_published
+    from miles_core.errors import ResumeError
     from miles_core.history import History
     from miles_core.journal import read
     from miles_core.run import RunDir
 
     opened = RunDir.open(run)
-    schedules, due = asked(opened.tree())
+    try:
+        schedules, due = asked(opened.tree())
+    except ResumeError as error:  # what was promised is not known any more
+        return _broken([error.message])
     # Before the journal: of a run that goes on, it then says more than they do, never less.
     lines = list(opened.metrics())
     last = opened.latest()  # of a run's last step, it is written when every lease has its end
@@ -44,12 +50,16 @@ def audit(run: Annotated[Path, typer.Argument(help="a run directory, e.g. runs/q
     elif beside := _beside(opened, lines):
         found = [f"journal/ holds no record, yet {'; '.join(beside)}"]
     if found:
-        print(f"\n{len(found)} broken promises:")
-        print("\n".join(f"  {sentence}" for sentence in found))
-        return 1
+        return _broken(found)
     state = "finished" if finished else "not finished"
     print(f"\nevery promise held: {len(frames)} records, lineage {history.lineage}, {state}")
     return 0
+
+
+def _broken(found: Sequence[str]) -> int:
+    print(f"\n{len(found)} broken promises:")
+    print("\n".join(f"  {sentence}" for sentence in found))
+    return EXIT_FINDINGS
 
 
 def asked(tree: Mapping[str, Any]) -> tuple[dict[str, ScheduleConfig], dict[str, tuple[int, int]]]:
@@ -79,8 +89,10 @@ def _ledgers(run: RunDir, due: Mapping[str, tuple[int, int]]) -> tuple[dict[str,
         file = f"checkpoints/{checkpoint.folder.name}/ledger.json"
         try:
             ledgers[file] = checkpoint.ledger()
-        except CheckpointError:
-            found.append(f"{file} cannot be read")
+            checkpoint.check()
+        except CheckpointError as error:
+            found.append(error.message if file in ledgers else f"{file} cannot be read")
+        if file not in ledgers:
             continue
         books = ledgers[file].get("policies") or {}
         for name, (_, share) in due.items():

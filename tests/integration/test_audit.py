@@ -11,7 +11,7 @@ from miles_core.builtin.jsonl import JsonlTracker
 from miles_core.journal import Journal, read
 from miles_core.ledger import Ledger
 from miles_core.rollouts import Rollouts
-from miles_core.run import RunDir
+from miles_core.run import SEAL, RunDir
 
 RUN = Path("runs/toy")
 SMALL = ("run.steps=4", "run.checkpoint_every=2", "schedule.groups_per_step=2", "schedule.group_size=2")
@@ -32,6 +32,15 @@ def clean(said) -> None:
 def finding(said, *sentences: str) -> None:
     assert said.code == 1 and "every promise held" not in said.out, said.out + said.err
     assert [line.strip() for line in said.out.partition("broken promise")[2].splitlines()[1:]] == list(sentences)
+
+
+def unsealed(step: int = 4) -> Path:
+    """The run as miles-core 0.1.0 left it, which wrote no digests, so that a ledger may be changed; that of `step`."""
+    for checkpoint in RunDir.open(RUN).checkpoints():
+        (checkpoint.folder / "COMMIT").write_text(f"{checkpoint.step}\n")
+    file = RUN / "resolved.yaml"
+    file.write_text(file.read_text().rpartition(SEAL)[0])
+    return RUN / f"checkpoints/step_{step:06d}/ledger.json"
 
 
 @pytest.fixture
@@ -86,7 +95,7 @@ def test_a_torn_tail_does_not_hide_a_checkpoint_that_stood_in_it(ran):
 
 
 def test_a_checkpoint_that_consumed_other_steps_than_the_journal(ran):
-    file = RUN / "checkpoints/step_000004/ledger.json"
+    file = unsealed()
     ledger = json.loads(file.read_text())
     file.write_text(json.dumps({**ledger, "journal": RunDir.open(RUN).checkpoints()[0].ledger()["journal"]}))
     at = json.loads(file.read_text())["journal"][1]
@@ -106,6 +115,53 @@ def test_a_checkpoint_that_consumed_other_steps_than_the_journal(ran):
     file.unlink()
     said = ran("audit", str(RUN))
     assert said.code == 1 and "checkpoints/step_000004/ledger.json cannot be read" in said.out
+
+
+@pytest.mark.parametrize("name", ["trainer/", "ledger.json"])
+def test_a_file_of_a_checkpoint_that_changed(ran, name):
+    """One byte, anywhere: neither audit nor resume nor export takes it for what was saved."""
+    folder = RUN / "checkpoints/step_000004"
+    file = next(
+        path for path in sorted(folder.rglob("*")) if path.is_file() and str(path).startswith(f"{folder}/{name}")
+    )
+    told, good = f"the checkpoint {folder}: {file.relative_to(folder)}", file.read_bytes()
+    at = good.index(b"4") if name == "ledger.json" else len(good) // 2
+    file.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+    assert f"{told} is not what was saved" in ran("audit", str(RUN)).out
+    before = {path: path.read_bytes() for path in RUN.rglob("*") if path.is_file() and path.name != "lock"}
+    before[file] = good
+    for command in (("run", str(RUN), "--resume", "run.steps=6"), ("export", str(RUN), "out", "--step", "4")):
+        said = ran(*command)
+        assert said.code == 3 and said.err.startswith(f"MILES-E306: {told} is not what was saved"), said.err
+        assert f"rm -r {folder}" in said.err and not Path("out").exists()
+    assert ran("export", str(RUN), "out", "--step", "2").code == 0
+    file.unlink()
+    assert (f"{told} is gone" if name == "trainer/" else "ledger.json cannot be read") in ran("audit", str(RUN)).out
+    file.write_bytes(good)
+    clean(ran("audit", str(RUN)))
+    assert all(path.read_bytes() == kept for path, kept in before.items())
+
+
+def test_a_run_of_the_first_release_goes_on_without_digests(miles):
+    assert miles("run", "toy.yaml", *SMALL).code == 0
+    unsealed()
+    clean(miles("audit", str(RUN)))
+    assert miles("run", str(RUN), "--resume", "run.steps=6").code == 0
+    clean(miles("audit", str(RUN)))
+    assert SEAL in (RUN / "resolved.yaml").read_text()
+
+
+def test_values_that_were_edited_in_the_run_directory(ran):
+    file, good = RUN / "resolved.yaml", (RUN / "resolved.yaml").read_text()
+    told = f"{file} was edited: its values are not those that the run wrote there"
+    file.write_text(good.replace("lr: 0.3", "lr: 0.2"))
+    finding(ran("audit", str(RUN)), told)
+    for command in (("run", str(RUN), "--resume", "run.steps=6"), ("export", str(RUN), "out"), ("show", str(RUN))):
+        said = ran(*command)
+        assert said.code == 2 and said.err.startswith(f"MILES-E901: {told}\nFix: undo the change"), said.err
+    file.write_text(good.replace("# ", "#   ", 1) + "\n# a note\n")  # comments are nobody's
+    clean(ran("audit", str(RUN)))
+    assert ran("run", str(RUN), "--resume", "run.steps=6").code == 0
 
 
 def test_a_checkpoint_of_an_abandoned_lineage_counts(miles):
@@ -202,7 +258,7 @@ def test_each_policy_by_its_own_steps(miles):
     assert said.code == 0, said.err
     clean(miles("audit", str(RUN)))
     [first, last] = [c.ledger()["journal"][1] for c in RunDir.open(RUN).checkpoints()]
-    file = RUN / "checkpoints/step_000004/ledger.json"
+    file = unsealed()
     file.write_text(file.read_text().replace(f'"journal":[0,{last}]', f'"journal":[0,{first}]'))
     written = f"checkpoints/step_000004/ledger.json was written at byte {first} of journal/000000.frames with"
     finding(
@@ -217,6 +273,7 @@ def test_it_needs_none_of_the_plugins_of_the_run(ran, monkeypatch):
 
     before = ran("audit", str(RUN))
     clean(before)
+    unsealed()
     file = RUN / "resolved.yaml"
     assert file.read_text().count('"toy"') > 5
     file.write_text(file.read_text().replace('use: "toy"', 'use: "gone"'))

@@ -359,7 +359,12 @@ ROWS_FOR_A_MODEL = [
     ('{"prompt": "1é2>", "answer": "2"}', "MILES-E800", ["character 'é'", "not in model.alphabet"], ()),
     (f'{{"prompt": "{"1" * 70}>", "answer": "2"}}', "MILES-E800", ["71 tokens", "engine 'local' takes at most 63"], ()),
     ('{"prompt": [{"role": "user", "content": "1>"}], "answer": "2"}', "MILES-E111", ["no chat template"], ()),
-    ('{"prompt": "12>", "answer": "é"}', "MILES-E800", ["character 'é'", "not in model.alphabet"], ("algorithm=sft", "schedule.group_size=1")),
+    (
+        '{"prompt": "12>", "answer": "é"}',
+        "MILES-E800",
+        ["character 'é'", "not in model.alphabet"],
+        ("algorithm=sft", "schedule.group_size=1"),
+    ),
 ]
 
 

@@ -104,7 +104,12 @@ def test_a_late_row_that_has_no_tokens_names_file_and_line_and_is_mended(run, tm
     reward = "def score(text):\n    return 1.0\n"
     rows = [{"prompt": f"{i % 10}=", "answer": "1"} for i in range(30)]
     (tmp_path / "held.jsonl").write_text(json.dumps({"prompt": "11=", "answer": "1"}))
-    options = ("env.check_rows=5", "env.shuffle=false", "run.checkpoint_every=1", f"env.eval_path={eval_path or 'null'}")
+    options = (
+        "env.check_rows=5",
+        "env.shuffle=false",
+        "run.checkpoint_every=1",
+        f"env.eval_path={eval_path or 'null'}",
+    )
     with pytest.raises(LateDataError, match=r"tasks.jsonl:13: .*'é'") as stopped:
         run(reward, *options, rows=[*rows[:12], {"prompt": "é=", "answer": "1"}, *rows[13:]])
     assert "leave as many rows as there were" in stopped.value.fix

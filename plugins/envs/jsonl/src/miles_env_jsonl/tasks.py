@@ -228,8 +228,8 @@ def prompt_key(prompt: Prompt) -> bytes:
 class FileTasks:
     """Keeps the contract `TaskSource` over some rows of a file. Row numbers of the file are the tasks' indices.
 
-    `checked` are the rows that `check` rendered, and `longest` says tokens and place of their longest prompt. Others are
-    rendered when they are handed out, and may be repaired in their place while the run stands.
+    `checked` are the rows that `check` rendered, and `longest` says tokens and place of their longest prompt. Others
+    are rendered when they are handed out, and may be repaired in their place while the run stands.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ from miles_core import __version__
 from miles_core.config.schema import is_on
 from miles_core.contracts import backend, engine, environment, extension, launcher, learning, model, rendering, weights
 from miles_core.discovery import CORE, Catalogue, Loaded, close
-from miles_core.errors import CapabilityError, LockError, PluginContractError
+from miles_core.errors import NEW_RUN, CapabilityError, LockError, PluginContractError
 from miles_core.provider import Place
 from miles_core.treehash import distribution_hash
 
@@ -231,6 +231,6 @@ def check_lock(lock: Mapping[str, Any], catalogue: Catalogue) -> None:
     if wrong:
         raise LockError(
             f"what is installed differs from the plugin lock: {'; '.join(wrong)}",
-            fix="install what the lock names, or go on with what is installed in a new run that starts from a "
-            "checkpoint of this one: run.name=NEW model.source=RUN (RUN@STEP for another than its best or latest)",
+            fix=f"install what the lock names, or go on with what is installed {NEW_RUN}; RUN@STEP starts from another "
+            "checkpoint than its best or latest",
         )

@@ -19,6 +19,10 @@ EXIT_INTERNAL = 70
 EXIT_INTERRUPTED = 130
 
 
+#: How to go on with what a resume refuses.
+NEW_RUN = "in a new run that starts from this one (run.name=NEW model.source=RUN)"
+
+
 class MilesError(Exception):
     """Base of all errors that a user may see."""
 

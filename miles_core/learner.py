@@ -26,7 +26,7 @@ import numpy as np
 from miles_core import aggregation, measures
 from miles_core.columns import Array, Batch, ColumnSpec, Level, collate
 from miles_core.contracts.learning import Stage, TermInfo
-from miles_core.errors import LearnerError, blamed
+from miles_core.errors import NEW_RUN, LearnerError, blamed
 from miles_core.passes import PHASES, Passes, Stages, Trainer, refused, with_finite
 from miles_core.records import Episode, Finish, Group, Metric, Status
 from miles_core.seeds import generator
@@ -209,7 +209,7 @@ class Learner:
             elif not np.isfinite(result.grad_norm):
                 raise LearnerError(
                     f"step {batch.step}, update {update}: the gradient norm is {result.grad_norm}",
-                    fix="resume from the last checkpoint with a lower learning rate, or set optimizer.max_grad_norm",
+                    fix=f"take a lower optimizer.lr, or set optimizer.max_grad_norm, {NEW_RUN}",
                 )
             else:
                 norms.append(float(result.grad_norm))

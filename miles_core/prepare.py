@@ -229,7 +229,7 @@ def check_lengths(run: RunFile, parts: Parts, engines: Iterable[Engine]) -> None
             tokens, where = getattr(sampling.envs[name].tasks(split), "longest", None) or (0, "")
             if tokens > most:
                 raise DataError(
-                    f"environment {name!r}: {where}: the prompt has {tokens} tokens; engine {engine!r} takes at most {most}",
+                    f"environment {name!r}: {where}: the prompt has {tokens} tokens; {engine!r} takes at most {most}",
                     fix="shorten or remove it, or let the engine take longer ones (option max_length of `local`)",
                 )
 

@@ -38,13 +38,14 @@ from miles_core.files import flush
 
 SEAL = "# sha256 of these values: "
 
-#: What may change on `--resume` (design §6), as patterns over dotted paths. `run.steps` may only grow.
+#: What may change on `--resume` (design §6, decision 0010), as patterns over dotted paths. `run.steps` may only grow.
 MAY_CHANGE = (
     r"(launcher|trackers|eval)(\..*)?",
     r"run\.(checkpoint_every|threads|steps|name|dir)",
     r"(rollout|engines\.[^.]+)\.(count|gpus)",
     r"backend\.(ranks|gpus_per_rank)",
-    r"(policies\.[^.]+\.)?schedule\.samplers",
+    r"(policies\.[^.]+\.)?schedule\.(samplers|max_leases_per_slot)",
+    r".*deadline_s|sync\.min_engines",
 )
 
 
@@ -313,7 +314,8 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) -> 
         raise ResumeError(
             f"{path} was started with another configuration: {rows}",
             fix="take the old values (`miles run RUN --resume` does), or start a new run. What may change: launcher, "
-            "trackers, eval, run.steps (upwards) and .checkpoint_every/threads/name/dir, schedule.samplers, count and "
-            "gpus of engines, ranks and gpus_per_rank of the backend",
+            "trackers, eval, run.steps (upwards) and .checkpoint_every/threads/name/dir, schedule.samplers and "
+            ".max_leases_per_slot, deadlines, sync.min_engines, count and gpus of engines, ranks and gpus_per_rank of the "
+            "backend",
         )
     return differences

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from miles_core.collaborators import PolicySetup
-from miles_core.errors import StarvedError
+from miles_core.errors import NEW_RUN, StarvedError
 from miles_core.ledger import Ledger, Open
 from miles_core.records import Version
 
@@ -61,11 +61,11 @@ class Side:
             plain[short] += n
             examples.setdefault(short, example)
         told = "; ".join(f"{n} x {why}{examples[why]}" for why, n in plain.most_common(5))
-        fix = "loosen what rejects them, give easier or harder tasks, or raise schedule.max_leases_per_slot"
+        fix = f"raise schedule.max_leases_per_slot, or loosen what rejects them or give other tasks {NEW_RUN}"
         if all(examples.values()):
             fix = "mend the reward or environment, which failed every time (events.jsonl has each failed episode)"
             if re.search("deadline|Timeout", told):
-                fix += "; if it is only slow, raise its deadline (schedule.episode_deadline_s)"
+                fix += "; if it is only slow, raise the deadline that passed (schedule.episode_deadline_s, or its own)"
         raise StarvedError(
             f"slot {slot} of policy {self.name!r} used {reasons.total()} leases and none could be trained: {told}",
             fix=fix,

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from miles_core.contracts.learning import LOGPROBS, BoundTerm, Output, Tensor, TermLevel, TermOutput, View
-from miles_core.errors import LearnerError
+from miles_core.errors import NEW_RUN, LearnerError
 from miles_core.measures import EXP_LIMIT, is_max
 from miles_core.records import Metric, Origin
 
@@ -250,7 +250,7 @@ def _refuse_nonfinite(inputs: _Inputs, found: Sequence[Summand], trajectory_of: 
             where = f"{atoms[label]} {index} of the micro-batch" if label in atoms else trajectory_of(int(index))
             raise LearnerError(
                 f"{label} is not finite at a trainable unit of {where}",
-                fix="look at that trajectory (`miles show`), lower the learning rate, or check the model's numbers",
+                fix=f"look at that trajectory (`miles show`), or take a lower optimizer.lr {NEW_RUN}",
             )
 
 

@@ -104,6 +104,33 @@ def test_resume_differences(tmp_path):
         check_resume(TREE, {**TREE, "optimizer": {"lr": 0.1}}, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("path", "may"),
+    [
+        ("schedule.stall_deadline_s", True),
+        ("policies.a.schedule.episode_deadline_s", True),
+        ("envs.mine.reward_deadline_s", True),
+        ("policies.a.schedule.max_leases_per_slot", True),
+        ("sync.min_engines", True),
+        ("schedule.max_staleness", False),
+        ("sync.verify", False),
+        ("env.delay_s", False),
+        ("optimizer.lr", False),
+    ],
+)
+def test_only_patience_may_change_on_a_resume(tmp_path, path, may):
+    def tree(value):
+        for key in reversed(path.split(".")):
+            value = {key: value}
+        return value
+
+    if may:
+        assert check_resume(tree(1), tree(2), tmp_path) == {path: (1, 2)}
+    else:
+        with pytest.raises(ResumeError, match=f"{path}: was 1, now 2"):
+            check_resume(tree(1), tree(2), tmp_path)
+
+
 def test_a_run_directory_appears_whole_or_not_at_all(tmp_path, monkeypatch):
     def killed(self, tree, origins, lock):
         raise KeyboardInterrupt

@@ -357,7 +357,7 @@ def test_a_row_without_the_needed_field_names_file_and_line(rows, row, words):
 
 ROWS_FOR_A_MODEL = [
     ('{"prompt": "1é2>", "answer": "2"}', "MILES-E800", ["character 'é'", "not in model.alphabet"], ()),
-    (f'{{"prompt": "{"1" * 70}>", "answer": "2"}}', "MILES-E800", ["71 tokens", "engine 'local' takes at most 63"], ()),
+    (f'{{"prompt": "{"1" * 70}>", "answer": "2"}}', "MILES-E800", ["71 tokens", "'local' takes at most 63"], ()),
     ('{"prompt": [{"role": "user", "content": "1>"}], "answer": "2"}', "MILES-E111", ["no chat template"], ()),
     (
         '{"prompt": "12>", "answer": "é"}',

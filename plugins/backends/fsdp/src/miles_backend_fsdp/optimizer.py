@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from miles_core.errors import BackendError
+from miles_core.errors import NEW_RUN, BackendError
 
 if TYPE_CHECKING:
     from miles_core.config.schema import OptimizerConfig
@@ -84,7 +84,7 @@ class RoleOptimizer:
             self.drop_gradients()
             raise BackendError(
                 f"the gradient norm of {what} is {norm} at optimizer update {self.updates}; nothing was changed",
-                fix="lower the learning rate, or look at the step's rollouts with `miles show`",
+                fix=f"look at the step's rollouts (`miles show`), or take a lower optimizer.lr {NEW_RUN}",
             )
         limit = self.config.max_grad_norm
         if limit is not None and norm > limit:

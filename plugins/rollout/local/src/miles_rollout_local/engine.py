@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from miles_core.contracts.engine import Completion, Health, PauseMode, Request
-from miles_core.errors import CapabilityError, DeadlineError, EngineError, MilesError
+from miles_core.errors import NEW_RUN, CapabilityError, DeadlineError, EngineError, MilesError
 from miles_core.records import Version
 from miles_rollout_local.jobs import Job
 from miles_rollout_local.lanes import Lane, Lanes
@@ -273,7 +273,7 @@ class LocalEngine:
             raise EngineError(
                 f"the prompt of request {request.id!r} has {len(given)} tokens; from 1 to {most} fit"  # type: ignore[arg-type]
                 + (", so that an answer may follow" if most < self.slots.max_length else ""),
-                fix="shorten the prompt, or raise rollout.max_length where the model allows it",
+                fix=f"shorten the prompt, or, where the model allows it, raise rollout.max_length {NEW_RUN}",
             )
         self._check_sampling(request)
         return self._check_ids(request, given, "the prompt")

@@ -313,7 +313,7 @@ class RunExistsError(InputError):
 
 
 class ResumeError(InputError):
-    """A resume with another config or plugin lock; says what differs."""
+    """A resume with another config or other tasks, or of a run whose own values were edited; says what differs."""
 
     code = "MILES-E901"
 

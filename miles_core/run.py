@@ -180,11 +180,11 @@ class RunDir:
         wanted = [c for c in found if c.step == step] if step is not None else [self.best(), *reversed(found)]
         chosen = next(filter(None, wanted), None)
         if chosen is None:
-            have = ", ".join(str(c.step) for c in found) or "none"
-            raise RunNotFoundError(
-                f"{self.path} has no checkpoint {'at all' if step is None else f'of step {step}'}; it has: {have}",
-                fix="name a step that it has" if found else "let the run reach a checkpoint first",
-            )
+            what, fix = "no checkpoint", "let the run reach one first"
+            if found:
+                have = ", ".join(str(c.step) for c in found)
+                what, fix = f"no checkpoint of step {step}; it has: {have}", "name one of these"
+            raise RunNotFoundError(f"{self.path} has {what}", fix=fix)
         return chosen
 
     def begin_checkpoint(self, step: int) -> Path:
@@ -315,7 +315,7 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) -> 
             f"{path} was started with another configuration: {rows}",
             fix="take the old values (`miles run RUN --resume` does), or start a new run. What may change: launcher, "
             "trackers, eval, run.steps (upwards) and .checkpoint_every/threads/name/dir, schedule.samplers and "
-            ".max_leases_per_slot, deadlines, sync.min_engines, count and gpus of engines, ranks and gpus_per_rank of the "
-            "backend",
+            ".max_leases_per_slot, deadlines, sync.min_engines, count and gpus of engines, ranks and gpus_per_rank of "
+            "the backend",
         )
     return differences

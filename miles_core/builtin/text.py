@@ -35,7 +35,7 @@ class TextRenderer:
         """Ids of a string. Raises `TemplateError` for messages."""
         if not isinstance(prompt, str):
             raise TemplateError(
-                f"a chat prompt of {len(prompt)} messages, and the renderer is `text`, which has no chat template",
+                "a prompt of messages, and the renderer is `text`, which has no chat template",
                 fix="set `renderer: chat` with a model that has a chat template, or make the prompt a string",
             )
         return self._bos + self.tokenizer.encode(prompt)

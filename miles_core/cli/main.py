@@ -18,7 +18,7 @@ import typer
 
 from miles_core.cli.leaving import GRACE_S, leave_within
 from miles_core.cli.streams import settle
-from miles_core.errors import EXIT_BAD_INPUT, EXIT_INTERNAL, EXIT_INTERRUPTED, MilesError
+from miles_core.errors import EXIT_BAD_INPUT, EXIT_INTERNAL, EXIT_INTERRUPTED, InputError, MilesError
 
 #: Command -> module and attribute; a `typer.Typer` there becomes a group. A new command is one line.
 COMMANDS = {
@@ -115,8 +115,8 @@ def _main(arguments: Sequence[str] | None) -> None:
     except Exception as error:
         if hasattr(error, "format_message"):  # a usage error of the parser, whichever click typer brings
             context = getattr(error, "ctx", None)
-            usage = f"{context.get_usage()}\n" if context is not None else ""
-            _say(f"{usage}{error.format_message()}", wants_traceback)
+            command = context.command_path if context is not None else "miles"
+            _say(str(InputError(error.format_message(), fix=f"{command} --help shows what it takes")), wants_traceback)
             sys.exit(EXIT_BAD_INPUT)
         if type(error).__name__ == "Abort":
             sys.exit(EXIT_INTERRUPTED)

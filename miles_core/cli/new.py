@@ -7,6 +7,7 @@ to the line `+++`), then the module to be completed. `templates/package/` holds 
 from __future__ import annotations
 
 import importlib.resources
+import keyword
 import os
 import re
 import shutil
@@ -185,6 +186,8 @@ def _field(kind: str, field: str, head: Mapping[str, Any]) -> str:
 
 
 def _spelled(what: str, name: str) -> None:
+    if keyword.iskeyword(name):
+        raise InputError(f"{what} is {name!r}, a word of Python's own", fix=f"write something like my-{name}")
     if not _NAME.fullmatch(name):
         better = re.sub(r"[^a-z0-9]+", "-", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", name).lower()).strip("-0123456789")
         raise InputError(

@@ -40,6 +40,8 @@ def run(
             fix = go_on if (file / "resolved.yaml").is_file() else "name a run file in it, e.g. recipes/quickstart.yaml"
             raise ConfigError(f"{file} is a directory, not a run file", fix=fix)
         run_file = reload(file, (*(overrides or ()), f"run.dir={json.dumps(str(file))}"), catalogue=catalogue)
+    elif resume and not file.suffix and not file.exists():
+        RunDir.open(file)  # says that there is none
     else:
         run_file = load(file, tuple(overrides or ()), catalogue=catalogue)
     path = run_path(run_file)

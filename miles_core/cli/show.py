@@ -39,7 +39,7 @@ def show(
         list[str] | None, typer.Option(help="curves to draw, e.g. rollout/reward; may be repeated")
     ] = None,
     step: Annotated[
-        int | None, typer.Option(help="print the rollouts of this step; first and last where absent")
+        int | None, typer.Option(help="print the rollouts of this step, from 0; first and last where absent")
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="rollouts to print a step")] = 3,
     evaluation: Annotated[bool, typer.Option("--eval", help="rollouts of evaluations, not of training")] = False,

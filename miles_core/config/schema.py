@@ -64,7 +64,7 @@ class EvalConfig:
     every: int | None = opt(None, "evaluate before step 0, every so many steps and at the end; off where null", low=1)
     tasks: int = opt(128, "tasks an evaluation, from the start of the eval split", unit="tasks", low=1, high=100_000)
     temperature: float = opt(0.0, "sampling temperature of evaluations; 0 is greedy", low=0)
-    engines: EvalEngines = opt(EvalEngines.pool, "which engines evaluate")
+    engines: EvalEngines = opt(EvalEngines.pool, "which engines evaluate; only `pool` is built yet")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +159,7 @@ class EngineKeys:
     gpus: float = opt(0.0, "GPUs an engine", low=0)
     max_new_tokens: int = opt(256, "longest answer", unit="tokens", low=1)
     temperature: float = opt(1.0, "sampling temperature; above 0 (eval.temperature may be 0)")
-    top_p: float = opt(1.0, "nucleus mass", low=0, high=1)
+    top_p: float = opt(1.0, "nucleus mass, above 0", low=0, high=1)
     top_k: int | None = opt(None, "most likely tokens kept; all where null", low=1)
     stop: list[str] = opt([], "strings that end an answer, beside the renderer's stop ids")
 

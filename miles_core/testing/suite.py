@@ -146,7 +146,8 @@ class Conformance:
         keys = {"rollout": "EngineKeys", "env": "EnvKeys", "backend": "BackendKeys", "sync": "SyncKeys"}
         keys |= {"model": "ModelKeys", "tokenizer": "ModelKeys", "term": "TermKeys"}
         if self.kind in keys:
-            given.setdefault("core", getattr(schema, keys[self.kind])())
+            small = {"max_new_tokens": 16} if self.kind == "rollout" else {}  # models of a suite have few positions
+            given.setdefault("core", getattr(schema, keys[self.kind])(**small))
         return minimal_context(place, given.pop("name", self.name or self.the_provider().name), **given)
 
     def build(self, place: Place, **given: Any) -> Any:

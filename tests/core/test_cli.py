@@ -470,6 +470,7 @@ def test_a_health_check_that_raises_is_a_finding(miles, monkeypatch):
 def test_bad_input_is_one_message_on_stderr_and_exit_2(miles, arguments, code, text):
     found, out, err = miles(*arguments)
     assert (found, out) == (code, "") and text in err and "Traceback" not in err
+    assert err.startswith("MILES-E") and err.count("\nFix: ") == 1
 
 
 def test_traceback_shows_where(miles):

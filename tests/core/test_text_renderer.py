@@ -40,7 +40,7 @@ def test_extend_appends(renderer):
 
 
 def test_messages_are_refused(renderer):
-    with pytest.raises(TemplateError, match=r"a chat prompt of 1 messages.*\nFix: set `renderer: chat`"):
+    with pytest.raises(TemplateError, match=r"a prompt of messages.*\nFix: set `renderer: chat`"):
         renderer.prompt((Message(role="user", content="a"),))
 
 

@@ -473,6 +473,8 @@ def test_no_space_for_the_run_directory(bad, monkeypatch):
 
 def test_a_resume_of_nothing(bad):
     bad("MILES-E902", "is no run directory", "--resume")
+    bad("MILES-E902", "runs/none is no run directory", "--resume", file="runs/none")
+    bad("MILES-E100", "none.yaml does not exist", "--resume", file="none.yaml")
     Path("runs/toy").mkdir(parents=True)
     bad("MILES-E902", "is no run directory", "--resume")
 

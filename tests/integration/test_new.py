@@ -154,6 +154,7 @@ def test_the_distribution_is_named_by_the_rule(miles, tmp_path):
         (["sync", "MySync"], "the name is 'MySync'; it must be lower-case", "write my-sync"),
         (["sync", "9lives"], "the name is '9lives'", "write lives"),
         (["sync", "../up"], "the name is '../up'", "write up"),
+        (["sync", "class"], "the name is 'class', a word of Python's own", "write something like my-class"),
         (["sync", "-"], "the name is '-'", "write something like my-plugin"),
         (["sync", "mine", "--prefix", "Acme Corp"], "--prefix is 'Acme Corp'", "write acme-corp"),
         (["sync", "x" * 60], "would be named miles-sync-xxx", "choose a shorter name or --prefix, by 51 characters"),

@@ -144,7 +144,7 @@ def test_held_out_prompts_are_disjoint(tmp_path_factory, prompts, fraction):
     environment = env(folder, eval_fraction=fraction)
     different = len(set(prompts))
     if different == 1:
-        with pytest.raises(DataError, match="split 'eval' is empty"):
+        with pytest.raises(DataError, match="split 'eval' is empty|has one prompt in"):
             environment.tasks("train")
         return
     train, held = environment.tasks("train"), environment.tasks("eval")
@@ -337,6 +337,12 @@ def test_a_renderer_that_breaks_is_blamed(tmp_path):
     write(tmp_path / "tasks.jsonl", rows(1))
     with pytest.raises(PluginContractError, match=r"cannot render .*tasks.jsonl:1: ZeroDivisionError"):
         env(tmp_path, renderer=Broken()).tasks("train")
+
+
+def test_a_share_of_one_prompt_cannot_be_held_out(tmp_path):
+    write(tmp_path / "tasks.jsonl", [{"prompt": "q", "answer": i} for i in range(9)])
+    with pytest.raises(DataError, match=r"'tasks.jsonl' has one prompt in 9 rows; splits share none"):
+        env(tmp_path, eval_fraction=0.5).tasks("train")
 
 
 def test_a_repair_may_not_move_a_row_from_one_split_to_the_other(tmp_path):

@@ -137,6 +137,10 @@ class JsonlEnvironment:
             sources["eval"] = self._source(held, held_rows, "eval", config.eval_path)
         elif config.eval_fraction is not None:
             rows, held_rows = hold_out(train, rows, config.eval_fraction, self._name)
+            if len(rows) > 1 and not len(held_rows):
+                why = f"{config.path!r} has one prompt in {len(rows)} rows, and splits share no prompt"
+                fix = "add rows with other prompts, or take env.eval_fraction away"
+                raise DataError(f"environment {self._name!r}: {why}", fix=fix)
             sources["eval"] = self._source(train, held_rows, "eval", config.path)
         sources["train"] = self._source(train, rows, "train", config.path)
         for source in sources.values():
@@ -153,7 +157,7 @@ class JsonlEnvironment:
             raise DataError(
                 f"environment {self._name!r}: split {split!r} is empty; {path!r} has {len(reader.rows)} rows"
                 + (" before slicing" if "@[" in path else ""),
-                fix="add rows, widen the slice, or choose another eval_fraction",
+                fix="add rows" if split == "eval" and self._config.eval_fraction else "add rows, or widen the slice",
             )
         shuffled = None
         if split == "train" and self._config.shuffle:

@@ -188,7 +188,7 @@ def test_reasons_of_failures_are_counted_without_ids():
         "2 x failed episode: reward is nan (e.g. task t:0, episode t:0#0/1)"
     )
     assert fix.startswith("Fix: mend the reward or environment") and "raise the deadline that passed" in fix
-    with pytest.raises(StarvedError, match="Fix: raise schedule.max_leases_per_slot"):
+    with pytest.raises(StarvedError, match=r"Fix: raise schedule.max_leases_per_slot"):
         side.check_starved(0, Counter({"filter choosy: unlucky": 3, nan.format(1): 1}))
 
 

@@ -144,7 +144,7 @@ def test_held_out_prompts_are_disjoint(tmp_path_factory, prompts, fraction):
     environment = env(folder, eval_fraction=fraction)
     different = len(set(prompts))
     if different == 1:
-        with pytest.raises(DataError, match="split 'eval' is empty|has one prompt in"):
+        with pytest.raises(DataError, match=r"split 'eval' is empty|has one prompt in"):
             environment.tasks("train")
         return
     train, held = environment.tasks("train"), environment.tasks("eval")
@@ -341,7 +341,7 @@ def test_a_renderer_that_breaks_is_blamed(tmp_path):
 
 def test_a_share_of_one_prompt_cannot_be_held_out(tmp_path):
     write(tmp_path / "tasks.jsonl", [{"prompt": "q", "answer": i} for i in range(9)])
-    with pytest.raises(DataError, match=r"'tasks.jsonl' has one prompt in 9 rows; splits share none"):
+    with pytest.raises(DataError, match=r"'tasks.jsonl' has one prompt in 9 rows, and splits share no prompt"):
         env(tmp_path, eval_fraction=0.5).tasks("train")
 
 

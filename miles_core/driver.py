@@ -75,6 +75,9 @@ async def execute(
             export = partial(export_cached, undo=exports)
             prepared = prepare(run_file, catalogue, path, export, going_on.run.lock() if going_on else None)
             controller = await Controller.open(prepared, lambda kind, fields: reports.event(kind, **fields))
+            if going_on is not None and (begun := going_on.checkpoint):
+                with blamed(f"{begun.folder} cannot be loaded", CheckpointError, "remove it, then try again"):
+                    await controller.trainer.call("load", begun.trainer, timeout_s=CALL_TIMEOUT_S)
             reports.trackers = tuple(prepared.wiring.build(t, Place.CONTROLLER) for t in run_file.trackers.values())
             on_begin()
             config = (run_file.tree, run_file.origins, prepared.lock)
@@ -137,9 +140,6 @@ async def _drive(
     try:
         ledger = _ledger(prepared, journal, resume)
         checkpoint = resume.checkpoint if resume else None
-        if checkpoint is not None:
-            with blamed(f"{checkpoint.folder} cannot be loaded", CheckpointError, "remove it, then try again"):
-                await controller.trainer.call("load", checkpoint.trainer, timeout_s=CALL_TIMEOUT_S)
         info = {
             "name": run_file.run.name,
             "dir": str(run.path),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from miles_core.config.compose import from_tree
 from miles_core.discovery import scan
-from miles_core.errors import ExportError, InputError, RunExistsError
+from miles_core.errors import ExportError, InputError, MilesError, RunExistsError
 from miles_core.prepare import build_renderer, model_sources
 from miles_core.provider import Place
 from miles_core.run import RunDir
@@ -50,7 +50,12 @@ def export(run: RunDir, step: int | None, folder: Path, policy: str = "") -> int
     checkpoint = run.checkpoint(step)
     checkpoint.check()
     catalogue = scan()
-    run_file = from_tree(run.tree(), catalogue)
+    tree = run.tree()
+    try:
+        run_file = from_tree(tree, catalogue)
+    except MilesError as error:
+        error.message = f"the run {run.path} cannot be read again: {error.message}"
+        raise
     chosen = run_file.policies.get(policy) if policy else next(iter(run_file.policies.values()))
     if chosen is None:
         raise InputError(

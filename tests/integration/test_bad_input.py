@@ -566,6 +566,19 @@ def test_a_refused_run_leaves_no_export_of_another(made, miles):
     assert (made / "exports/step_000002").is_dir(), "what was there before stays"
 
 
+def test_a_plugin_that_is_gone_is_missed_by_the_run_that_named_it(made, miles, monkeypatch):
+    from miles_core.discovery import Catalogue
+
+    load = Catalogue.load
+
+    def gone(self, kind, name):
+        return load(self, kind, "gone" if kind == "term" else name)
+
+    monkeypatch.setattr(Catalogue, "load", gone)
+    said = miles("export", str(made), "out")
+    refused(said, "MILES-E001", "the run runs/toy cannot be read again: ", "no term plugin is named 'gone'")
+
+
 def test_exports_that_cannot_be(made, miles):
     refused(miles("export", "runs/none", "out"), "MILES-E902", "is no run directory")
     refused(miles("export", str(made), "out", "--step", "7"), "MILES-E902", "no checkpoint of step 7; it has: 2")

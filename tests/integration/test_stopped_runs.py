@@ -99,6 +99,17 @@ def raising(error, nth=1):
     return patch
 
 
+def test_a_resume_that_cannot_load_leaves_the_run_as_it_was(miles, resumes, monkeypatch):
+    assert miles("run", "toy.yaml", *SMALL).code == 0
+    before = {path: path.read_bytes() for path in RUN.rglob("*") if path.is_file() and path.name != "lock"}
+    with monkeypatch.context() as patch:
+        raising(RuntimeError("no memory"))(patch, ToyBackend, "load")
+        said = miles("run", str(RUN), "--resume", "run.steps=5")
+    stopped(said, "MILES-E306", "checkpoints/step_000003 cannot be loaded", "no memory")
+    assert {path: path.read_bytes() for path in RUN.rglob("*") if path.is_file() and path.name != "lock"} == before
+    assert len(resumes("run.steps=4", steps=4)) == 4
+
+
 # --- rewards and rows ------------------------------------------------------------------------------------------------
 
 

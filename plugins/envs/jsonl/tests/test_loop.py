@@ -81,6 +81,8 @@ def test_failed_episodes_are_counted_with_their_reason(run, body, why):
     # Every episode of that task failed, so its groups could not be trained.
     assert len(failed) == 4 * sum(line["type"] == "lease_dropped" for line in lines) > 0
     assert all(why in line["why"].lower() and "jsonl:train:3#" in line["episode"] for line in failed)
+    if "ValueError" in body:  # the first line of the user's own file that it went through
+        assert all(line["why"].endswith(f"ValueError: no idea ({Path('../reward.py').resolve()}:3)") for line in failed)
 
 
 def test_what_is_no_number_stops_the_run(run):

@@ -193,6 +193,7 @@ class Runner:
     def __init__(self, function: Callable[..., Any], spec: str, deadline_s: float, threads: int) -> None:
         self._function, self._spec, self._deadline_s = function, spec, deadline_s
         self._names = wanted(function)
+        self._file = inspect.getsourcefile(inspect.unwrap(function)) if inspect.isroutine(function) else None
         called = getattr(function, "__call__", None)  # noqa: B004 - an object whose call is async
         self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
         self._threads = threads
@@ -203,12 +204,17 @@ class Runner:
     async def call(self, offered: Mapping[str, Any], task_id: str) -> Score:
         """Raises what the function raises, `TimeoutError` past the deadline, `RewardError` for what is no number."""
         bound = functools.partial(self._function, **{name: offered[name] for name in self._names})
-        if self._is_async:
-            value = await self._in_time(bound(), task_id)
-        else:
-            value = await self._on_thread(bound, task_id)
-            if inspect.isawaitable(value):  # a plain function that hands out a coroutine
-                value = await self._in_time(value, task_id)
+        try:
+            if self._is_async:
+                value = await self._in_time(bound(), task_id)
+            else:
+                value = await self._on_thread(bound, task_id)
+                if inspect.isawaitable(value):  # a plain function that hands out a coroutine
+                    value = await self._in_time(value, task_id)
+        except Exception as error:
+            if own := [f for f in traceback.extract_tb(error.__traceback__) if f.filename == self._file]:
+                error.add_note(f"({own[-1].filename}:{own[-1].lineno})")
+            raise
         return to_score(value, self._spec, task_id)
 
     async def _in_time(self, call: Awaitable[Any], task_id: str) -> Any:

@@ -19,6 +19,7 @@ baseline unless `excluded_count_in_baseline` is false. `truncated: drop_group` r
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -41,6 +42,7 @@ SHARED = ("correction_weight", "rejected")
 MAY_WRITE_AGAIN = {"distill": ("advantages",), "whiten": ("advantages",), "corrections": SHARED}
 
 
+@dataclass(eq=False)
 class Learner:
     """Trains one policy.
 
@@ -50,40 +52,32 @@ class Learner:
     changed the actor's weights. Raises `CombinationError` where the parts cannot work together.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        run_seed: int,
-        stages: Stages,
-        terms: Sequence[TermInfo],
-        trainer: Trainer,
-        specs: Mapping[str, ColumnSpec],
-        *,
-        max_new_tokens: int | None = None,
-        scorers: Mapping[str, Scorer] | None = None,
-    ) -> None:
-        self.policy = policy
+    policy: Policy
+    run_seed: int
+    stages: Stages
+    terms: Sequence[TermInfo]
+    trainer: Trainer
+    specs: Mapping[str, ColumnSpec]
+    _: KW_ONLY
+    max_new_tokens: int | None = None
+    scorers: Mapping[str, Scorer] | None = None
+
+    def __post_init__(self) -> None:
         self.changed = False
-        self._penalties = [spec.name for _, stage in stages.get("penalties", ()) for spec in stage.gives]
         self.learnt: Callable[[str], Mapping[str, float]] = lambda episode: {}  # `measures.by_episode` of the last step
-        self._seed = run_seed
-        self._keys = policy.algorithm.keys
-        self._stages = stages
-        self._terms = tuple(terms)
-        self._summed = [term for term in terms if not term.dynamic]
-        self._trainer = trainer
-        self._specs = dict(specs)
-        self._max_new_tokens = max_new_tokens
-        _check_stages(policy, stages)
+        self._penalties = [spec.name for _, stage in self.stages.get("penalties", ()) for spec in stage.gives]
+        self._keys = self.policy.algorithm.keys
+        self._summed = [term for term in self.terms if not term.dynamic]
+        _check_stages(self.policy, self.stages)
         if not self._summed:
             fix = "give algorithm.loss a plugin and a coefficient other than 0"
-            raise refused(policy, "has no term: nothing would be trained", fix)
+            raise refused(self.policy, "has no term: nothing would be trained", fix)
         if any(str(term.aggregation or self._keys.aggregation) == "constant" for term in self._summed):
-            aggregation.constant_length(self._keys, max_new_tokens)
-        _check_weights(policy, stages, terms)
-        self._passes = Passes(policy, stages, terms, specs, scorers or {})
+            aggregation.constant_length(self._keys, self.max_new_tokens)
+        _check_weights(self.policy, self.stages, self.terms)
+        self._passes = Passes(self.policy, self.stages, self.terms, self.specs, self.scorers or {})
         self.outputs = tuple(self._passes.outputs.values())
-        moving = {"actor", *(n for n, r in policy.roles.items() if r.update == "shares" and r.init == "actor")}
+        moving = {"actor", *(n for n, r in self.policy.roles.items() if r.update == "shares" and r.init == "actor")}
         self._moving = frozenset(moving)  # roles whose updates change the actor's weights
 
     async def step(self, step: int, groups: Sequence[Group]) -> dict[str, Metric]:
@@ -99,10 +93,10 @@ class Learner:
             kept = [g for g in groups if not any(_truncated(e) for e in g.episodes)]
             metrics["rollout/dropped_groups"] = (float(len(groups) - len(kept)), 1.0)
             groups = kept
-        batch = collate(self.policy.name, step, groups, self._specs)
+        batch = collate(self.policy.name, step, groups, self.specs)
         if batch.n_trajectories:
             batch = self._exclude(batch, groups)
-            batch = await self._passes.score(batch, groups, self._trainer)
+            batch = await self._passes.score(batch, groups, self.trainer)
             mismatch = {f"train/{name}": value for name, value in measures.batch_mismatch(batch).items()}
             batch = self._run_stages(batch, metrics)
             self.learnt = measures.by_episode(batch, self._penalties)
@@ -113,7 +107,7 @@ class Learner:
         for name, role in sorted(self.policy.roles.items()):
             if role.update in ("copy", "ema") and (step + 1) % role.every == 0:
                 decay = role.decay if role.update == "ema" else 0.0
-                await self._trainer.blend(self.policy.name, name, role.init or "actor", decay)
+                await self.trainer.blend(self.policy.name, name, role.init or "actor", decay)
         return metrics
 
     def _exclude(self, batch: Batch, groups: Sequence[Group]) -> Batch:
@@ -132,7 +126,7 @@ class Learner:
 
     def _run_stages(self, batch: Batch, metrics: dict[str, Metric]) -> Batch:
         reward = batch.columns["reward"]
-        penalties = self._stages.get("penalties", ())
+        penalties = self.stages.get("penalties", ())
         for name, stage in penalties:
             batch, columns = self._run("penalties", name, stage, batch, metrics)
             for column, value in columns.items():
@@ -143,10 +137,10 @@ class Learner:
             metrics["rollout/reward_penalised"] = (float(counted.sum()), float(len(counted)))
             batch = batch.with_columns({"reward": reward}, ())
         for phase in PHASES[1:-1]:
-            for name, stage in self._stages.get(phase, ()):
+            for name, stage in self.stages.get(phase, ()):
                 batch, _ = self._run(phase, name, stage, batch, metrics)
         shared: dict[str, list[Array]] = {column: [] for column in SHARED}
-        for name, stage in self._stages.get("corrections", ()):
+        for name, stage in self.stages.get("corrections", ()):
             # Weights multiply, rejections add up; every correction sees the mask before rejection.
             batch, columns = self._run("corrections", name, stage, batch, metrics)
             for column in columns.keys() & shared.keys():
@@ -165,7 +159,7 @@ class Learner:
         self, phase: str, name: str, stage: Stage, batch: Batch, metrics: dict[str, Metric]
     ) -> tuple[Batch, dict[str, Array]]:
         """One stage: the batch with what it wrote (but for what corrections share), and all that it wrote."""
-        rng = generator(self._seed, self.policy.name, "stage", name, batch.step)
+        rng = generator(self.run_seed, self.policy.name, "stage", name, batch.step)
         with blamed(f"step {batch.step}: the stage {name!r} ({phase}) failed", LearnerError, "see it with --traceback"):
             result = stage(batch, rng)
         declared = {spec.name for spec in stage.gives}
@@ -194,7 +188,7 @@ class Learner:
         skipped = 0
         waiting = {name for name, role in self.policy.roles.items() if batch.step < role.from_step}
         for update, minibatch in enumerate(aggregation.cut(batch, self.policy.schedule.updates_per_step)):
-            ready = aggregation.with_weights(minibatch, self._terms, self._keys, max_new_tokens=self._max_new_tokens)
+            ready = aggregation.with_weights(minibatch, self.terms, self._keys, max_new_tokens=self.max_new_tokens)
             for term in self._summed:
                 if term.role in waiting:
                     ready.columns[f"weight.{term.name}"][:] = 0.0
@@ -202,7 +196,7 @@ class Learner:
             if not live:
                 skipped += 1  # a zero denominator: loss 0 and no optimizer step
                 continue
-            result = await self._trainer.update(ready)
+            result = await self.trainer.update(ready)
             measures.add(metrics, result.metrics)
             if result.skipped:
                 skipped += 1

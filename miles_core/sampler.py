@@ -13,7 +13,7 @@ import functools
 import itertools
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from numbers import Real
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
@@ -120,29 +120,25 @@ class _Shared:
         return text
 
 
+@dataclass(eq=False)
 class Sampler:
-    """Runs the episodes of leases, for all policies."""
+    """Runs the episodes of leases, for all policies.
 
-    def __init__(
-        self,
-        policies: Mapping[str, SamplingPolicy],
-        generate: Callable[[Request], Awaitable[Completion]] | None,
-        *,
-        run_seed: int,
-        scorers: Mapping[str, Scorer] | None = None,
-        extensions: Sequence[Any] = (),
-        abort_requests: Callable[[Sequence[str]], Awaitable[None]] | None = None,
-        generate_many: Callable[[Sequence[Request]], Awaitable[list[Completion | Exception]]] | None = None,
-    ) -> None:
-        """`generate`, `abort_requests`, `generate_many` are `Pool`'s methods; all `None` where nothing samples."""
-        self._policies = dict(policies)
-        self._generate = generate
-        self._generate_many = generate_many
-        self._seed = run_seed
-        self._scorers = dict(scorers or {})
-        self._edits = [e.request for e in extensions if hasattr(e, "request")]
-        self._collects = [e.collect for e in extensions if hasattr(e, "collect")]
-        self._abort_requests = abort_requests
+    `generate`, `abort_requests`, `generate_many` are `Pool`'s methods; all `None` where nothing samples.
+    """
+
+    policies: Mapping[str, SamplingPolicy]
+    generate: Callable[[Request], Awaitable[Completion]] | None
+    _: KW_ONLY
+    run_seed: int
+    scorers: Mapping[str, Scorer] = field(default_factory=dict)
+    extensions: Sequence[Any] = ()
+    abort_requests: Callable[[Sequence[str]], Awaitable[None]] | None = None
+    generate_many: Callable[[Sequence[Request]], Awaitable[list[Completion | Exception]]] | None = None
+
+    def __post_init__(self) -> None:
+        self._edits = [e.request for e in self.extensions if hasattr(e, "request")]
+        self._collects = [e.collect for e in self.extensions if hasattr(e, "collect")]
         self._running: dict[str, _Shared] = {}  # by lease id
 
     async def run(self, lease: Lease, *, group_size: int, sampling: Sampling | None, split: str) -> Group:
@@ -152,7 +148,7 @@ class Sampler:
         `RewardError` for a reward that is not a number, and what engines and data raise; a lease that was aborted
         returns failed episodes.
         """
-        policy, task, attempt = self._policies[lease.policy], lease.task, lease.attempt
+        policy, task, attempt = self.policies[lease.policy], lease.task, lease.attempt
         if sampling is None:
             episodes = demonstrations(policy, task, attempt, group_size)
         else:
@@ -163,7 +159,7 @@ class Sampler:
         self, policy: SamplingPolicy, lease: Lease, group_size: int, sampling: Sampling, split: str
     ) -> tuple[Episode, ...]:
         """All at once; the first error cancels the siblings and surfaces with its own text."""
-        loop = asyncio.get_running_loop()
+        loop, seed = asyncio.get_running_loop(), self.run_seed
         env, group = policy.envs[lease.env], lease.group
         shared = self._running[lease.id] = _Shared(
             policy=policy,
@@ -173,19 +169,19 @@ class Sampler:
             multi_turn=hasattr(env, "episode"),  # a Protocol check would cost ten times as much a lease
             sampling=sampling,
             deadline=loop.time() + policy.deadline_s,
-            seed_of=family(self._seed, policy.name, "sample", lease.task.id, lease.attempt),
+            seed_of=family(seed, policy.name, "sample", lease.task.id, lease.attempt),
             context={
                 "renderer": policy.renderer,
                 "sampling": sampling,
-                "rng": functools.partial(generator, self._seed, policy.name, "episode", lease.task.id, lease.attempt),
+                "rng": functools.partial(generator, seed, policy.name, "episode", lease.task.id, lease.attempt),
                 "split": split,
                 "deadline_s": policy.deadline_s,
-                "scorers": self._scorers,
+                "scorers": self.scorers,
             },
         )
         timer = loop.call_at(shared.deadline, self._end, shared, f"passed its deadline of {policy.deadline_s:g} s")
         try:
-            if self._generate_many is not None and getattr(env, "instant", False) and not shared.multi_turn:
+            if self.generate_many is not None and getattr(env, "instant", False) and not shared.multi_turn:
                 return await self._together(shared, group_size)
             ask = functools.partial(self._ask, shared)
             shared.tasks = [asyncio.ensure_future(self._episode(shared, m, ask)) for m in range(group_size)]
@@ -204,7 +200,7 @@ class Sampler:
     async def _together(self, shared: _Shared, group_size: int) -> tuple[Episode, ...]:
         """One wait for all answers of the group, then one verdict after the other: no task a member."""
         lease, policy, task = shared.lease, shared.policy, asyncio.current_task()
-        assert self._generate_many is not None and task is not None
+        assert self.generate_many is not None and task is not None
         shared.tasks = [task]
         requests: list[Request] = []
         try:
@@ -217,7 +213,7 @@ class Sampler:
             if self._edits:
                 requests = [self._edited(request) for request in requests]
             shared.requests.update([request.id for request in requests])
-            results = await self._generate_many(requests)
+            results = await self.generate_many(requests)
         except asyncio.CancelledError:
             if not shared.ended or task.uncancel():  # somebody else cancelled it too
                 raise
@@ -258,8 +254,8 @@ class Sampler:
         """End these leases: their episodes come back failed, with the reason `aborted`."""
         running = [self._running[lease] for lease in lease_ids if lease in self._running]
         requests = [request for shared in running for request in shared.requests]
-        if requests and self._abort_requests is not None:
-            await self._abort_requests(requests)
+        if requests and self.abort_requests is not None:
+            await self.abort_requests(requests)
         for shared in running:
             if shared.lease.id in self._running:  # else it ended meanwhile, and its task does something else
                 self._end(shared, "aborted")
@@ -310,11 +306,11 @@ class Sampler:
 
     async def _ask(self, shared: _Shared, request: Request) -> tuple[Completion, Mapping[str, Any]]:
         """What sessions sample with: the pool, with the run's extensions around it."""
-        assert self._generate is not None
+        assert self.generate is not None
         request = self._edited(request)
         shared.requests.add(request.id)
         try:
-            completion = await self._generate(request)
+            completion = await self.generate(request)
         finally:
             shared.requests.discard(request.id)
         return completion, self._extra(shared, request, completion)

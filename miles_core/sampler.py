@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from numbers import Real
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
@@ -371,33 +371,21 @@ def _rendered(task: Task, render: Callable[..., T], *shown: Prompt) -> T:
         raise LateDataError(f"task {task.id!r} cannot be shown to the model: {error.message}", fix=error.fix) from error
 
 
-def _stops(error: BaseException | None) -> TypeGuard[MilesError]:
-    """Whether `error` stops the run: what core, engines and data say, but not a request's deadline."""
-    return isinstance(error, MilesError) and not isinstance(error, DeadlineError)
-
-
-def _naming(task: Task, error: MilesError) -> MilesError:
-    """An engine does not know which task its request belongs to; whoever must mend the task needs that."""
-    return EngineError(f"task {task.id!r}: {error.message}", fix=error.fix) if type(error) is EngineError else error
-
-
-def _reason(error: BaseException) -> str:
-    kind = "" if isinstance(error, EpisodeFailedError) else type(error).__name__
-    return ": ".join(filter(None, (kind, str(error))))
-
-
 def _ended(shared: _Shared, member: int, error: BaseException, failure: BaseException | None = None) -> Episode:
-    """The failed episode that `error` leaves; `failure` is what its session met before. Raises what stops the run.
-    `sys.exit()` in a reward fails its episode, and not the event loop."""
+    """The failed episode that `error` leaves; `failure` is what its session met before. Raises what stops the run: what
+    core, engines and data say, but not a request's deadline. `sys.exit()` in a reward fails its episode, and not the
+    event loop."""
     if isinstance(error, asyncio.CancelledError):
         if not shared.ended or cast("asyncio.Task[Any]", asyncio.current_task()).uncancel():
             raise error
         return _failed(shared, member, shared.ended)
     for cause in (failure, error):
-        if _stops(cause):
-            told = _naming(shared.lease.task, cause)
-            raise told from (error if error is not told else None)
-    return _failed(shared, member, _reason(error))
+        if isinstance(cause, MilesError) and not isinstance(cause, DeadlineError):
+            if type(cause) is EngineError:  # it does not know its task; whoever must mend the task needs that
+                cause = EngineError(f"task {shared.lease.task.id!r}: {cause.message}", fix=cause.fix)
+            raise cause from (error if error is not cause else None)
+    kind = "" if isinstance(error, EpisodeFailedError) else type(error).__name__
+    return _failed(shared, member, ": ".join(filter(None, (kind, str(error)))))
 
 
 def _failed(shared: _Shared, member: int, why: str) -> Episode:

@@ -179,13 +179,7 @@ def read(folder: Path, start: Position = (0, 0)) -> Iterator[Frame]:
         if offset > len(data):
             raise _missing(f"{path} ends at byte {len(data)}, a checkpoint names byte {offset} of it")
         view = memoryview(data)
-        while offset < len(data):
-            size = _frame_at(view, offset)
-            if size is None:
-                if number < len(segments) - 1:
-                    raise _corrupt(path, offset)
-                _good_prefix(path, data, offset)
-                return
+        while (size := _frame_at(view, offset)) is not None:
             frame = _parsed(view[offset : offset + size], (number, offset))
             if frame.kind == "segment" and frame.header.get("format") != FORMAT:
                 raise JournalError(
@@ -194,6 +188,9 @@ def read(folder: Path, start: Position = (0, 0)) -> Iterator[Frame]:
                 )
             yield frame
             offset += size
+        if offset < len(data) and number < len(segments) - 1:
+            raise _corrupt(path, offset)
+        _good_prefix(path, data, offset)
 
 
 def read_one(folder: Path, position: Position) -> Frame:
@@ -241,10 +238,7 @@ def _good_prefix(path: Path, data: bytes, start: int = 0) -> int:
     """Bytes up to the last good frame. Raises where a good frame follows a bad one: that is no torn tail."""
     view = memoryview(data)
     offset = start
-    while offset < len(data):
-        size = _frame_at(view, offset)
-        if size is None:
-            break
+    while (size := _frame_at(view, offset)) is not None:
         offset += size
     lead = _PREFIX.size + _HEADER_LENGTH.size
     mark = data.find(_MARK, offset + lead + 1)

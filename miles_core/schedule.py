@@ -108,16 +108,12 @@ class Loop:
             due = self.checkpoint_every is not None and done % self.checkpoint_every == 0
             if (best or due) and not stopping and done < self.steps:
                 await self._save(best)
-        finished = self._round >= self.steps
-        await self._wind_down("finished" if finished else "interrupted")
+        status = "finished" if self._round >= self.steps else "interrupted"
+        await self._wind_down(status)
         if self._saved != self._round:
             await self._save(best)
         found = self.ledger.notes.get("best")
-        return RunResult(
-            status="finished" if finished else "interrupted",
-            step=self._round,
-            best=(found[0], found[1]) if found else None,
-        )
+        return RunResult(status=status, step=self._round, best=(found[0], found[1]) if found else None)
 
     async def _step(self, side: Side) -> None:
         """One step of one policy: wait for its batch, train, account, publish, report."""

@@ -201,11 +201,8 @@ def _task_out(task: Task) -> Header:
     """What a task does not have is left out."""
     shown = [_prompt_out(d) for d in task.demonstrations]
     rest = {"answer": task.answer, "demonstrations": shown, "metadata": dict(task.metadata)}
-    return {
-        "id": task.id,
-        "prompt": _prompt_out(task.prompt),
-        **{k: v for k, v in rest.items() if v not in (None, [], {})},
-    }
+    given = {k: v for k, v in rest.items() if v not in (None, [], {})}
+    return {"id": task.id, "prompt": _prompt_out(task.prompt), **given}
 
 
 def _task_in(data: Mapping[str, Any]) -> Task:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from miles_core.collaborators import Learnt
 from miles_core.errors import TrackerError, blamed
 from miles_core.jsontext import readable
 from miles_core.records import Episode, Group, Message, Origin, Trajectory
@@ -32,12 +33,7 @@ class Rollouts:
     text: Mapping[str, Callable[[Any], str]]
 
     def write(
-        self,
-        policy: str,
-        step: int,
-        side: str,
-        groups: Sequence[Group],
-        learnt: Callable[[str], Mapping[str, float]] = lambda episode: {},
+        self, policy: str, step: int, side: str, groups: Sequence[Group], learnt: Learnt = lambda episode: {}
     ) -> None:
         """`side` is `train` or `eval`; `learnt` says what training made of an episode (`Learner.learnt`). Raises
         `TrackerError` where the file cannot be written."""

@@ -230,17 +230,11 @@ def _check_stages(policy: Policy, stages: Stages) -> None:
             for spec in stage.gives:
                 where = f"the stage {name!r} ({phase}) writes"
                 if phase == "penalties" and (not spec.name.startswith("reward.") or spec.level != Level.EPISODE):
-                    raise refused(
-                        policy,
-                        f"{where} {spec.name!r} per {spec.level}; a penalty writes reward.<name> per episode",
-                        "write reward.<name>, or choose the plugin for another field",
-                    )
+                    what = f"{where} {spec.name!r} per {spec.level}; a penalty writes reward.<name> per episode"
+                    raise refused(policy, what, "write reward.<name>, or choose the plugin for another field")
                 if spec.name in writer and spec.name not in MAY_WRITE_AGAIN.get(phase, ()):
-                    raise refused(
-                        policy,
-                        f"{where} column {spec.name!r}, which {writer[spec.name]} writes too",
-                        "remove one of them, or give them columns of their own",
-                    )
+                    what = f"{where} column {spec.name!r}, which {writer[spec.name]} writes too"
+                    raise refused(policy, what, "remove one of them, or give them columns of their own")
                 writer[spec.name] = f"{name!r} ({phase})"
             if "reward" in stage.needs and policy.algorithm.keys.episodes == "demonstrations":
                 what = f"the stage {name!r} ({phase}) reads the reward, and demonstrations have none"
@@ -248,11 +242,9 @@ def _check_stages(policy: Policy, stages: Stages) -> None:
     given = {spec.name for _, stage in stages.get("reward_kl", ()) for spec in stage.gives}
     advantages = stages.get("advantage", ())
     if given and not any(stage.needs & given for _, stage in advantages):
-        raise refused(
-            policy,
-            f"reward_kl is set, and the advantage {[name for name, _ in advantages]} does not use it",
-            "choose an advantage that does (centred, returns, gae), or use algorithm.kl, a loss",
-        )
+        what = f"reward_kl is set, and the advantage {[name for name, _ in advantages]} does not use it"
+        fix = "choose an advantage that does (centred, returns, gae), or use algorithm.kl, a loss"
+        raise refused(policy, what, fix)
 
 
 def _check_weights(policy: Policy, stages: Stages, terms: Sequence[TermInfo]) -> None:

@@ -34,11 +34,7 @@ class Ledger:
     """
 
     def __init__(
-        self,
-        journal: Journal | None,
-        schedules: Mapping[str, ScheduleConfig],
-        *,
-        omit: frozenset[str] = frozenset(),
+        self, journal: Journal | None, schedules: Mapping[str, ScheduleConfig], *, omit: frozenset[str] = frozenset()
     ) -> None:
         self.journal = journal
         self.schedules = dict(schedules)

@@ -63,10 +63,7 @@ class Pool:
     """Members by name, their serving gate, and `generate`."""
 
     def __init__(
-        self,
-        engines: Mapping[str, Engine],
-        *,
-        on_event: Callable[[str, Mapping[str, Any]], None] | None = None,
+        self, engines: Mapping[str, Engine], *, on_event: Callable[[str, Mapping[str, Any]], None] | None = None
     ) -> None:
         """`on_event(kind, fields)` hears of quarantine and return.
 

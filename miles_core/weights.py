@@ -65,10 +65,7 @@ def manifest_root(tensors: Iterable[TensorSpec], digests: Mapping[str, Sequence[
 
 
 def make_manifest(
-    version: Version,
-    tensors: Sequence[TensorSpec],
-    digests: Mapping[str, Sequence[str]],
-    base_root: str | None = None,
+    version: Version, tensors: Sequence[TensorSpec], digests: Mapping[str, Sequence[str]], base_root: str | None = None
 ) -> Manifest:
     """A manifest with its root. Raises `WeightError` for a name that occurs twice or a piece without a digest."""
     names = [spec.name for spec in tensors]

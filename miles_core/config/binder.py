@@ -224,8 +224,7 @@ class Binder:
         config = Nothing if loaded is None else loaded.provider.config
         if both := sorted(owned & fields_of(config).keys()):
             raise PluginContractError(
-                f"{loaded}: its config repeats {', '.join(both)}, which core owns in {at}",
-                fix="rename the field",
+                f"{loaded}: its config repeats {', '.join(both)}, which core owns in {at}", fix="rename the field"
             )
         if loaded is not None:
             self.note(at, {"use": loaded.provider.name})

@@ -206,9 +206,7 @@ def plugin_lock(parts: Iterable[Part], catalogue: Catalogue) -> dict[str, Any]:
     """`{"format": 1, "distributions": {name: {"version", "sha256"}}}` of core and of what offers `parts`."""
     chosen = [catalogue.find(part.kind, part.use) for part in parts]
     versions = {entry.distribution: entry.version for entry in chosen} | {CORE: __version__}
-    rows = {
-        name: {"version": versions[name], "sha256": distribution_hash(name, catalogue)} for name in sorted(versions)
-    }
+    rows = {n: {"version": versions[n], "sha256": distribution_hash(n, catalogue)} for n in sorted(versions)}
     return {"format": 1, "distributions": rows}
 
 

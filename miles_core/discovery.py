@@ -70,10 +70,7 @@ OURS = {
     "miles-algo-ppo": ("algorithm:ppo", "stage:gae", "term:value"),
     "miles-algo-dpo": ("algorithm:dpo", "term:dpo"),
     "miles-algo-sft": ("algorithm:sft", "term:sft"),
-    "miles-env-arithmetic": ("env:arithmetic",),
-    "miles-env-jsonl": ("env:jsonl",),
-    "miles-env-math": ("env:math",),
-    "miles-env-reasoning-gym": ("env:reasoning-gym",),
+    **{f"miles-env-{name}": (f"env:{name}",) for name in ("arithmetic", "jsonl", "math", "reasoning-gym")},
     "miles-model-gguf": ("model:.gguf", "model:gguf:"),
 }
 
@@ -97,16 +94,10 @@ class Entry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loaded:
-    """A plugin that passed gates A to C."""
+class Loaded(Entry):
+    """A plugin that passed gates A to C: its entry, and the provider of that name."""
 
     provider: Provider[Any, Any]
-    distribution: str
-    version: str
-    kind: str
-
-    def __str__(self) -> str:
-        return f"{self.kind} plugin {self.provider.name!r} ({self.distribution} {self.version})"
 
     def build_early(self, options: Any, name: str, seed: int = 0) -> Any:
         """What the provider builds in the controller while there is no run file yet."""
@@ -241,9 +232,7 @@ class Catalogue:
                         f"{', '.join(map(repr, offered)) or 'nothing'}",
                         fix="name the entry point like Provider.name, one entry point for each provider",
                     )
-                self._loaded[kind, name] = Loaded(
-                    provider=offered[name], distribution=entry.distribution, version=entry.version, kind=kind
-                )
+                self._loaded[kind, name] = Loaded(**vars(entry), provider=offered[name])
             return self._loaded[kind, name]
 
     def loadable(self, *kinds: str) -> Iterator[Loaded]:

@@ -202,7 +202,10 @@ class Conformance:
         from miles_core.discovery import Loaded
 
         provider = self.the_provider()
-        loaded = Loaded(provider=provider, distribution="the plugin under test", version="0", kind=self.kind)
+        whose = "the plugin under test"
+        loaded = Loaded(
+            kind=self.kind, name=provider.name, major=1, module="", distribution=whose, version="0", provider=provider
+        )
         for place in self.places:
             product = self.example(place)
             try:

@@ -32,7 +32,7 @@ algorithm: grpo
 
 def loaded(kind, name="foo"):
     provider = Provider(name=name, config=object, build=lambda c, x: None)
-    return Loaded(provider=provider, distribution="acme", version="1.0", kind=kind)
+    return Loaded(kind=kind, name=name, major=1, module="", distribution="acme", version="1.0", provider=provider)
 
 
 # --- gate D ----------------------------------------------------------------------------------------------------------

@@ -56,23 +56,17 @@ def _ranges(run_file: RunFile) -> Wrong:
     """Values out of a range that no bound of a field can state."""
     below = PurePath(run_file.run.name)
     if run_file.run.dir is None and (below.is_absolute() or ".." in below.parts or not below.parts):
-        yield (
-            f"run.name is {run_file.run.name!r}; it names a folder below runs/",
-            "write a plain name; a run elsewhere is run.dir=…",
-        )
+        wrong = f"run.name is {run_file.run.name!r}; it names a folder below runs/"
+        yield wrong, "write a plain name; a run elsewhere is run.dir=…"
     if run_file.eval.engines != "pool":
-        yield (
-            f"eval.engines is {run_file.eval.engines.value!r}, which is not built yet: engines of the pool evaluate",
-            "write pool",
-        )
+        wrong = f"eval.engines is {run_file.eval.engines.value!r}, which is not built yet: engines of the pool evaluate"
+        yield wrong, "write pool"
     if 0 < (hot := run_file.eval.temperature) < TINY or hot > HUGE:
         yield f"eval.temperature is {hot:g}; it must be 0, or from 1e-30 to 1e30", "write 0, which is greedy, or 1.0"
     for part in run_file.engines.values():
         if not TINY <= part.core.temperature <= HUGE:
-            yield (
-                f"{part.at}.temperature is {part.core.temperature:g}; training needs one above 0 (1e-30 to 1e30)",
-                "write 1.0; evaluations are greedy with eval.temperature: 0",
-            )
+            wrong = f"{part.at}.temperature is {part.core.temperature:g}; training needs one above 0 (1e-30 to 1e30)"
+            yield wrong, "write 1.0; evaluations are greedy with eval.temperature: 0"
         if "" in part.core.stop:
             yield f"{part.at}.stop holds an empty string, which ends every answer at once", "remove it"
         if any("\ud800" <= character <= "\udfff" for stop in part.core.stop for character in stop):
@@ -85,18 +79,14 @@ def _model(policy: Policy, run_file: RunFile, catalogue: Catalogue) -> Wrong:
     at, keys = policy.model.at, policy.model.core
     if (keys.source is None) == (keys.architecture is None):
         given = "neither" if keys.source is None else "both"
-        yield (
-            f"{at} gives {given} of source and architecture; a model comes from exactly one",
-            f"write {at}.source: FOLDER, or {at}.architecture: {{…}} to draw one at random; not both",
-        )
+        wrong = f"{at} gives {given} of source and architecture; a model comes from exactly one"
+        yield wrong, f"write {at}.source: FOLDER, or {at}.architecture: {{…}} to draw one at random; not both"
     if keys.architecture is not None:
         if not keys.architecture.get("model_type"):
             yield f"{at}.architecture has no model_type", f"add {at}.architecture.model_type, e.g. qwen3"
         if keys.tokenizer is None:
-            yield (
-                f"{at}.architecture is drawn at random and has no tokenizer of its own",
-                f"add {at}.tokenizer, e.g. chars with {at}.alphabet, or a folder",
-            )
+            wrong = f"{at}.architecture is drawn at random and has no tokenizer of its own"
+            yield wrong, f"add {at}.tokenizer, e.g. chars with {at}.alphabet, or a folder"
     if (keys.tokenizer == "chars") != (keys.alphabet is not None):
         yield (
             f"{at}.tokenizer is {keys.tokenizer!r} and {at}.alphabet is {keys.alphabet!r}; "
@@ -122,10 +112,8 @@ def _schedule(policy: Policy, run_file: RunFile, catalogue: Catalogue) -> Wrong:
         providers = [loaded.provider for loaded in catalogue.loadable("stage", "term")]
         known = ", ".join(p.name for p in providers if p.field == "correction") or "pip install miles-algo-correction"
         more = f", or add a correction to {join(policy.at, 'algorithm.corrections')}: {known}"
-        yield (
-            f"{lag} (asynchronous), and algorithm.corrections names no off-policy correction",
-            f"write {at}.off_policy=uncorrected, or {at}.max_staleness=0{more}",
-        )
+        wrong = f"{lag} (asynchronous), and algorithm.corrections names no off-policy correction"
+        yield wrong, f"write {at}.off_policy=uncorrected, or {at}.max_staleness=0{more}"
 
 
 def required(algorithm: Algorithm, catalogue: Catalogue) -> list[tuple[Part, frozenset[str]]]:
@@ -147,30 +135,22 @@ def _requirements(policy: Policy, run_file: RunFile, catalogue: Catalogue) -> Wr
         this = f"{part.at} ({part.use})"
         compares = "siblings" in needs or (part is baseline and part.use in GROUP_BASELINES)
         if compares and policy.schedule.group_size == 1 and not demonstrated:
-            yield (
-                f"{size} is 1, and {this} compares the episodes of a group: nothing to learn",
-                f"write {size}=8, or choose another {part.at.rpartition('.')[2]}",
-            )
+            wrong = f"{size} is 1, and {this} compares the episodes of a group: nothing to learn"
+            yield wrong, f"write {size}=8, or choose another {part.at.rpartition('.')[2]}"
         if "aggregation" in needs and run_file.origins.get(aggregation, "default") == "default":
-            yield (
-                f"{this} weighs whole trajectories, and {aggregation} is left to its default",
-                f"write {aggregation}=episode_mean, or token_mean where long answers shall count for more",
-            )
+            wrong = f"{this} weighs whole trajectories, and {aggregation} is left to its default"
+            yield wrong, f"write {aggregation}=episode_mean, or token_mean where long answers shall count for more"
         if "behaviour_logprobs" in needs and demonstrated:
             yield (
                 f"{this} compares with what an engine sampled, and demonstrations have no behaviour log-probabilities",
                 f"remove {part.at}, or choose a preset that samples",
             )
         if "preference" in needs and not demonstrated:
-            yield (
-                f"{this} learns from pairs of demonstrations, and episodes are sampled",
-                f"write {join(policy.at, 'algorithm.episodes')}=demonstrations",
-            )
+            wrong = f"{this} learns from pairs of demonstrations, and episodes are sampled"
+            yield wrong, f"write {join(policy.at, 'algorithm.episodes')}=demonstrations"
         if "several_updates" in needs and policy.schedule.updates_per_step == 1 and not _bypassed(policy.algorithm):
-            yield (
-                f"{this} compares π with π_p, and they are the same while schedule.updates_per_step is 1",
-                f"remove {part.at}, or compare with what the engine sampled",
-            )
+            wrong = f"{this} compares π with π_p, and they are the same while schedule.updates_per_step is 1"
+            yield wrong, f"remove {part.at}, or compare with what the engine sampled"
         for need in sorted(needs):
             what, _, name = need.partition(":")
             if what not in ("role", "scores_at_ids"):
@@ -200,22 +180,16 @@ def _algorithm(policy: Policy, run_file: RunFile, catalogue: Catalogue) -> Wrong
     at, algorithm = join(policy.at, "algorithm"), policy.algorithm
     advantage, reward_kl, loss = map(algorithm.one, ("advantage", "reward_kl", "loss"))
     if reward_kl and is_on(reward_kl) and advantage and advantage.use in ("group", "leave_one_out"):
-        yield (
-            f"{at}.reward_kl is given, and {at}.advantage ({advantage.use}) does not read it",
-            f"use {at}.kl (a loss term), or an advantage that takes the KL from the reward",
-        )
+        wrong = f"{at}.reward_kl is given, and {at}.advantage ({advantage.use}) does not read it"
+        yield wrong, f"use {at}.kl (a loss term), or an advantage that takes the KL from the reward"
     if bypass := _bypassed(algorithm):
         for part in algorithm.many("corrections"):
             if part.kind == "stage" and part is not bypass:
-                yield (
-                    f"{bypass.at} puts π_b in place of π_p: the ratio corrects all, {part.at} would do so once more",
-                    f"remove {bypass.at} or {part.at}",
-                )
+                wrong = f"{bypass.at} puts π_b in place of π_p: the ratio corrects all, {part.at} would do so once more"
+                yield wrong, f"remove {bypass.at} or {part.at}"
         if loss and loss.use == "reinforce":
-            yield (
-                f"{bypass.at} leaves all to the ratio of the policy term, and {loss.at} ({loss.use}) has none",
-                f"use clip in {loss.at}, or another correction",
-            )
+            wrong = f"{bypass.at} leaves all to the ratio of the policy term, and {loss.at} ({loss.use}) has none"
+            yield wrong, f"use clip in {loss.at}, or another correction"
     terms = [part for part in (loss, algorithm.one("distill")) if part and part.kind == "term"]
     if all(part.core.coef == 0 for part in terms):
         yield f"{at}.loss has the coefficient 0: nothing would be learned", "give it one"
@@ -231,10 +205,8 @@ def _roles(policy: Policy, run_file: RunFile, catalogue: Catalogue) -> Wrong:
         if role.update == "trained" and not trains and not role.held_by:
             value_at = join(policy.at, "algorithm.value")
             more = f", give {value_at} a plugin and a coefficient, or" if name == "critic" else ", or"
-            yield (
-                f"{at}.update is 'trained', and no term trains it: {value_at} trains 'critic', others the actor",
-                f"remove {at}{more} write {at}.update: frozen where it is only scored",
-            )
+            wrong = f"{at}.update is 'trained', and no term trains it: {value_at} trains 'critic', others the actor"
+            yield wrong, f"remove {at}{more} write {at}.update: frozen where it is only scored"
         if role.init and role.source:
             yield f"{at} gives both init and source", "keep one"
         if role.init and role.init not in roles:
@@ -270,10 +242,8 @@ def _critic(policy: Policy, run_file: RunFile, catalogue: Catalogue) -> Wrong:
     if asked and critic.head != "value":
         yield f"{at}.head is {critic.head!r}, and {asked[0].at} needs its values", f"write {at}.head: value"
     if value and is_on(value) and critic.update not in ("trained", "shares"):
-        yield (
-            f"{at}.update is {critic.update.value!r}, and {value.at} would train it",
-            f"write {at}.update: trained, or shares for a second head on the actor",
-        )
+        wrong = f"{at}.update is {critic.update.value!r}, and {value.at} would train it"
+        yield wrong, f"write {at}.update: trained, or shares for a second head on the actor"
     if critic.update == "shares" and (waits := policy.roles["actor"].from_step):
         yield (
             f"{join(policy.at, 'roles.actor.from_step')} is {waits}, and {at} shares the actor's model: the value loss "
@@ -311,10 +281,8 @@ def _engines(run_file: RunFile, catalogue: Catalogue) -> Wrong:
     sampled = any(policy.algorithm.keys.episodes == "sampled" for policy in policies)
     for part in engines:
         if len(policies) > 1 and "policies" not in catalogue.offered(part):
-            yield (
-                f"engine {part.name!r} ({part.use}) serves one policy; the run has {list(run_file.policies)}",
-                "choose an engine that offers `policies`, or train one policy a run",
-            )
+            wrong = f"engine {part.name!r} ({part.use}) serves one policy; the run has {list(run_file.policies)}"
+            yield wrong, "choose an engine that offers `policies`, or train one policy a run"
     for part in engines if sampled else ():
         core, at = part.core, part.at
         cut = f"top_p is {core.top_p:g}" if core.top_p < 1 else f"top_k is {core.top_k}"
@@ -329,14 +297,10 @@ def _engines(run_file: RunFile, catalogue: Catalogue) -> Wrong:
         count = sum(part.core.count for part in engines)
         yield from _at_most("sync.min_engines", sync.core.min_engines, count, f"the run has {count} engines")
     elif sampled:
-        yield (
-            f"episodes are sampled, and {no_section('rollout', catalogue)}",
-            "add `rollout: {use: …}`, or use a preset that learns from demonstrations",
-        )
+        wrong = f"episodes are sampled, and {no_section('rollout', catalogue)}"
+        yield wrong, "add `rollout: {use: …}`, or use a preset that learns from demonstrations"
     for policy in policies:
         keys, at = policy.algorithm.keys, join(policy.at, "algorithm")
         if not engines and keys.aggregation == "constant" and keys.constant_length is None:
-            yield (
-                f"{at}.aggregation is constant, and there is no rollout whose max_new_tokens could be its length",
-                f"add {at}.constant_length",
-            )
+            wrong = f"{at}.aggregation is constant, and there is no rollout whose max_new_tokens could be its length"
+            yield wrong, f"add {at}.constant_length"

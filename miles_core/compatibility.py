@@ -144,9 +144,7 @@ def match_capabilities(run_file: RunFile, catalogue: Catalogue) -> tuple[Row, ..
     """The rows of `capability_rows`; a `CapabilityError` for the first that is not met, naming both sides, what the
     counterparts offer, and the installed plugins that would fit."""
     rows = capability_rows(run_file, catalogue)
-    for row in rows:
-        if row.met:
-            continue
+    for row in [row for row in rows if not row.met]:
         offers = _offers(run_file, catalogue, row.asked_by)
         found = "; ".join(f"{label} offers {', '.join(sorted(offered))}" for label, offered in offers if offered)
         whose = f"only {', '.join(row.offered_by)} offers it" if row.offered_by else "nothing in the run offers it"

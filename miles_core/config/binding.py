@@ -87,9 +87,7 @@ def bind(cls: type[T], values: Any, path: str, also: Sequence[str] = ()) -> T:
 
 def check_keys(path: str, keys: Iterable[str], known: Sequence[str]) -> None:
     """Refuse a key of the section at `path` that nobody knows, with a close match."""
-    for key in keys:
-        if key in known:
-            continue
+    for key in [key for key in keys if key not in known]:
         at, similar = join(path, key), close(key, known)
         section = next((name for name, cls in schema.SECTIONS.items() if key in fields_of(cls)), "")
         meant = join(path, similar) if similar else section and f"{section}.{key}"

@@ -43,10 +43,9 @@ def load(
         draft = with_presets(reduce(merge, [*layers, *commands]), catalogue)
         waiting = [name for name in sections(draft, "extensions") if name not in spoken]
         if not waiting:
-            break
+            return _bound(draft, catalogue, check=check)
         spoken.append(waiting[0])
         layers.append(layer(_on_config(draft, waiting[0], catalogue), f"extension {waiting[0]}"))
-    return _bound(draft, catalogue, check=check)
 
 
 def from_tree(

@@ -149,9 +149,7 @@ def _with_tokenizer(source: ModelSource, asked: str | None, base: Path | None, c
         return source
     wrong, fix = f"model.source {source.asked!r} has no tokenizer.json", "add model.tokenizer: a folder that has one"
     if asked is not None:
-        built_in = catalogue.installed("tokenizer")
-        wrong = (
-            f"model.tokenizer {asked!r} is neither a built-in tokenizer ({built_in}) nor a folder with tokenizer.json"
-        )
+        known = catalogue.installed("tokenizer")
+        wrong = f"model.tokenizer {asked!r} is neither a built-in tokenizer ({known}) nor a folder with tokenizer.json"
         fix = "name one of them"
     raise ModelSourceError(wrong, fix=fix)

@@ -405,9 +405,7 @@ class Loop:
         await cancel([main, *(task for side in self._sides for task in side.tasks.values())], grace_s)
         self._failure.cancel()
         journal = self.ledger.journal
-        for side in self._sides if journal is None or not journal.broken else ():
-            for lease in self.ledger.in_flight(side.name):
-                try:
+        with suppress(StoppedError):  # where the journal takes no more, a resume returns them
+            for side in self._sides if journal is None or not journal.broken else ():
+                for lease in self.ledger.in_flight(side.name):
                     self.ledger.give_back(lease, "run stopped")
-                except StoppedError:
-                    return  # the journal takes no more; a resume returns them

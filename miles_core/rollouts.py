@@ -17,7 +17,7 @@ import numpy as np
 from miles_core.collaborators import Learnt
 from miles_core.errors import TrackerError, blamed
 from miles_core.jsontext import readable
-from miles_core.records import Episode, Group, Message, Origin, Trajectory
+from miles_core.records import Episode, Group, Origin, Trajectory
 from miles_core.waits import GO_ON
 
 GROUPS_A_STEP = 4
@@ -59,7 +59,7 @@ def _line(group: Group, episode: Episode, text: Callable[[Any], str], learnt: Ma
         "v": 1,
         "policy": group.policy,
         "episode": episode.id,
-        "prompt": prompt if isinstance(prompt, str) else _chat(prompt),
+        "prompt": prompt if isinstance(prompt, str) else "\n".join(f"{m.role}: {m.content}" for m in prompt),
         "expected": group.task.answer,
         "turns": [[told for origin, told, _ in some if origin in _WRITTEN] for some in parts],
         "between": [[told for origin, told, _ in some if origin == Origin.ENVIRONMENT] for some in parts],
@@ -74,10 +74,6 @@ def _line(group: Group, episode: Episode, text: Callable[[Any], str], learnt: Ma
         "written": [sum([n for origin, _, n in some if origin in _WRITTEN]) for some in parts],
         "versions": sorted({str(version) for version in {s.version for t in trajectories for s in t.spans}}),
     }
-
-
-def _chat(messages: tuple[Message, ...]) -> str:
-    return "\n".join(f"{m.role}: {m.content}" for m in messages)
 
 
 def _parts(trajectory: Trajectory, text: Callable[[Any], str]) -> list[tuple[int, str, int]]:

@@ -164,10 +164,8 @@ class Learner:
             result = stage(batch, rng)
         declared = {spec.name for spec in stage.gives}
         if set(result.columns) != declared:
-            raise LearnerError(
-                f"the stage {name!r} ({phase}) declares {sorted(declared)} and wrote {sorted(result.columns)}",
-                fix="write exactly the columns that `gives` names",
-            )
+            what = f"the stage {name!r} ({phase}) declares {sorted(declared)} and wrote {sorted(result.columns)}"
+            raise LearnerError(what, fix="write exactly the columns that `gives` names")
         clash = sorted(set(result.columns) & set(batch.columns)) if phase == "penalties" else []
         if clash:
             raise LearnerError(

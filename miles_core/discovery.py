@@ -123,8 +123,11 @@ def ours(kind: str, name: str) -> str:
 
 
 def close(name: str, choices: Iterable[str]) -> str:
-    """The most similar of `choices`, or an empty string."""
-    return next(iter(difflib.get_close_matches(name, list(choices), 1, 0.55)), "")
+    """The most similar of `choices`, or what `name` begins with (`environment`: env), or an empty string."""
+    known = list(choices)
+    similar, alike = (difflib.get_close_matches(name, known, 1, cutoff) for cutoff in (0.75, 0.55))
+    begun = sorted((c for c in known if len(c) > 2 and name.startswith(c)), key=len, reverse=True)
+    return next(iter([*similar, *begun, *alike]), "")
 
 
 def scan() -> Catalogue:

@@ -103,6 +103,11 @@ class Passes:
             found.setdefault("proximal_logprobs", Output(name="logprobs"))
         self._layers = list(_layers(found))
         self.outputs = {column: output for layer in self._layers for column, output in layer.items()}
+        read = {"actor", *(o.role for t in terms for o in t.outputs), *(o.role for o in self.outputs.values())}
+        read |= {term.role for term in terms} | {role.init for role in policy.roles.values()}
+        if idle := [name for name in policy.roles if name not in read]:
+            fix = f"remove it (roles.{idle[0]}=null), or give a part that scores it a coefficient"
+            raise self._refused(f"nothing reads the role {idle[0]!r}", fix)
 
     def _output(self, column: str, part: str, scores: Mapping[str, Output], found: Mapping[str, Output]) -> Output:
         """The output behind a needed column."""

@@ -66,7 +66,7 @@ def parse(text: str, source: str) -> Any:
     try:
         node = yaml.compose(text, Loader=yaml.BaseLoader)  # which guesses no types
         return None if node is None else _value(node, source, set())
-    except (yaml.YAMLError, RecursionError) as error:
+    except (yaml.YAMLError, RecursionError, ValueError) as error:  # also a number of thousands of digits
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]

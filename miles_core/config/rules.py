@@ -100,6 +100,8 @@ def _schedule(policy: Policy, run_file: RunFile, catalogue: Catalogue) -> Wrong:
     yield from _at_most(f"{at}.updates_per_step", s.updates_per_step, s.groups_per_step, "a group is never split")
     yield from _at_most(f"{at}.min_group_size", s.min_group_size, s.group_size, f"a group has {s.group_size} episodes")
     lag = f"{at}.max_staleness is {s.max_staleness}"
+    if s.max_staleness == 0 and s.on_stale != "drop":
+        yield f"{at}.on_stale is {s.on_stale.value!r}, and {lag}: nothing can be stale", f"remove {at}.on_stale"
     yield from _at_most(f"{at}.publish_every", s.publish_every, s.max_staleness + 1, f"{lag}: tokens would lag more")
     if policy.algorithm.keys.episodes == "demonstrations":
         size = demonstrated_size(policy.algorithm, catalogue)

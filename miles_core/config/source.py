@@ -96,6 +96,8 @@ def _folder(asked: str, path: Path | None, base: Path | None, catalogue: Catalog
     elif not _HUB_ID.fullmatch(asked) or asked.startswith("runs/") or _existing(asked.split("/")[0], base) is not None:
         wrong = f"does not exist (looked at {', '.join(map(str, _places(asked, base)))})"
         fix = "name an existing Hugging Face folder or run folder; a run that was not started yet has none"
+    elif _run(f"runs/{asked}", base)[0] is not None:
+        wrong, fix = f"is no model; there is a run runs/{asked}", f"write runs/{asked}"
     else:
         return None
     raise ModelSourceError(f"model.source {asked!r} {wrong}", fix=fix)

@@ -627,6 +627,8 @@ def test_what_the_reader_refuses(text, message):
 
 
 def test_nesting_without_end_is_no_yaml():
+    with pytest.raises(ConfigError, match=r"test is no YAML: Exceeds the limit \(4300 digits\)"):
+        parse("a: " + "9" * 5000, "test")
     with pytest.raises(ConfigError, match="test is no YAML: maximum recursion depth"):
         parse("[" * 10_000, "test")
 

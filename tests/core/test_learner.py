@@ -526,12 +526,12 @@ def test_a_bad_score_names_the_trajectory_and_a_masked_one_does_not_matter(bad):
 def test_roles_are_refreshed_after_the_updates_of_their_step():
     roles = REFERENCE | {"old": RoleConfig(init="actor", update=RoleUpdate.ema, decay=0.9)}
     trainer = Trainer()
-    made = learner(trainer, roles=roles)
+    made = learner(trainer, roles=roles, terms=[term(needs=("reference.logprobs", "old.logprobs"))])
     for number in range(3):
         step(made, [group(0, 1.0, 0.0)], number)
     old = ("main", "old", "actor", 0.9)
     assert trainer.blends == [old, old, ("main", "reference", "actor", 0.0), old]
-    assert trainer.order[:2] == ["update", "blend"]
+    assert [done for done in trainer.order if done != "score"][:2] == ["update", "blend"]
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------
@@ -540,6 +540,7 @@ def test_roles_are_refreshed_after_the_updates_of_their_step():
 @pytest.mark.parametrize(
     ("about", "message"),
     [
+        ({"roles": REFERENCE}, "nothing reads the role 'reference'"),
         ({"stages": {}}, "needs column 'advantages', and nothing writes it"),
         ({"terms": []}, "has no term"),
         ({"terms": [term(dynamic=True)]}, "has no term"),

@@ -65,6 +65,7 @@ def bad(miles):
 
 KEYS = [
     ("MILES-E101", ["schedule.grops_per_step", "write schedule.groups_per_step"], "schedule.grops_per_step=3"),
+    ("MILES-E101", ["environment is no known key", "write env"], "environment={}"),
     ("MILES-E101", ["env.delay is no known key", "write env.delay_s"], "env.delay=3"),
     ("MILES-E101", ["algorithm.los", "algorithm.loss"], "algorithm.los=toy"),
     ("MILES-E101", ["shedule", "schedule"], "shedule={}"),
@@ -146,6 +147,8 @@ COMBINATIONS = {
     "roles.x.init goes in a circle": ["roles={x: {init: y}, y: {init: x}}"],
     "the actor is what is trained": ["roles.actor.update=frozen"],
     "every weight is 0": ["env.weight=0"],
+    "schedule.on_stale is 'mask', and schedule.max_staleness is 0": ["schedule.on_stale=mask"],
+    "nothing reads the role 'x'": ["roles={x: {init: actor}}"],
     "side by side": ["envs={more: {use: toy}}"],
     "no section rollout": ["rollout=null"],
     "no section sync": ["sync=null"],

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_core.compatibility import check_lock
+from miles_core.config.binding import join
 from miles_core.config.schema import Policy, RunFile
 from miles_core.controller import Controller
 from miles_core.discovery import Catalogue
@@ -147,7 +148,7 @@ async def _drive(
             "first_step": checkpoint.step if checkpoint else 0,
             "lineage": ledger.lineage,
             "policies": list(run_file.policies),
-            "summary": "; ".join(map(_summary, run_file.policies.values())),
+            "summary": "; ".join(_summary(policy, run_file.origins) for policy in run_file.policies.values()),
         }
         reports.start(info)
         with blamed("an observer of the start of the run failed", StoppedError, GO_ON):
@@ -183,8 +184,14 @@ def _ledger(prepared: Prepared, journal: Journal, resume: Resume | None) -> Ledg
     return Ledger.resume(snapshot, journal, schedules, omit=omit, changes=resume.changes)
 
 
-def _summary(policy: Policy) -> str:
-    """Readable: what learns what, how."""
+def _summary(policy: Policy, origins: Mapping[str, str]) -> str:
+    """Readable: what learns what, how; and which fields of the algorithm its preset did not set."""
     envs, schedule = "+".join(part.use for part in policy.envs.values()), policy.schedule
+    start, said = (
+        join(policy.at, "algorithm."),
+        {path for path, by in origins.items() if by in ("file", "command line")},
+    )
+    own = {path.removeprefix(start).partition(".")[0] for path in said if path.startswith(start)} - {"use"}
+    what = policy.algorithm.preset + (f" (set here: {', '.join(sorted(own))})" if own else "")
     size = f"{schedule.groups_per_step} x {schedule.group_size} a step"
-    return f"{policy.algorithm.preset} on {envs}, {size}, max staleness {schedule.max_staleness}"
+    return f"{what} on {envs}, {size}, max staleness {schedule.max_staleness}"

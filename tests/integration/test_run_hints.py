@@ -25,6 +25,15 @@ def test_a_run_whose_checkpoints_were_removed_says_that_it_starts_again(miles):
     assert RunDir.open(RUN).latest().step == 3
 
 
+def test_what_of_a_preset_was_set_by_the_user_is_said(miles):
+    said = miles("run", "toy.yaml", *SMALL, "trackers.console={}", "algorithm.loss.coef=2")
+    assert said.code == 0 and "toy (set here: loss) on toy, 2 x 2 a step" in said.out + said.err
+    said = miles("run", str(RUN), "--resume", "run.steps=4")
+    assert said.code == 0 and "toy (set here: loss) on toy" in said.out + said.err
+    said = miles("run", "toy.yaml", *SMALL, "run.name=plain", "trackers.console={}")
+    assert said.code == 0 and "toy on toy, 2 x 2 a step" in said.out + said.err
+
+
 def test_hints_are_quoted_for_the_shell(miles):
     said = miles("run", "toy.yaml", *SMALL, "run.dir=my runs/a")
     assert said.code == 0 and "miles show 'my runs/a'" in said.err

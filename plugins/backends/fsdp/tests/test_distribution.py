@@ -154,7 +154,7 @@ def test_what_cannot_be_asked_together_or_at_all() -> None:
         ([Output(name="token_logprobs")], "name at least one column"),
         ([Output(name="topk_ids")], "at least 1"),
         ([Output(name="topk_ids", k=2), Output(name="topk_logprobs", k=3)], "same k"),
-        ([Output(name="topk_ids", k=VOCABULARY + 1)], f"set k to {VOCABULARY}"),
+        ([Output(name="topk_ids", k=VOCABULARY + 1)], f"take a k of {VOCABULARY} or less"),
     ):
         with pytest.raises(CapabilityError, match=words):
             made.outputs(module, batch, wrong)

@@ -69,6 +69,14 @@ def test_updates_equal_plain_adamw_with_clipping() -> None:
     backend.close()
 
 
+def test_weights_that_are_not_finite_behind_an_update_stop_the_run() -> None:
+    backend = make_backend(optimizer=OptimizerConfig(lr=1e38))
+    said = r"update 0 \(lr 1e\+38, .* left weights of role 'actor' of policy 'main' that are not finite"
+    with pytest.raises(BackendError, match=said):
+        backend.update(batch_of(random_groups(0)), [bound()])
+    backend.close()
+
+
 def test_a_norm_that_is_not_finite_changes_nothing() -> None:
     backend = make_backend()
     before = weights(backend)

@@ -22,7 +22,7 @@ from miles_backend_fsdp.attention import Rows
 from miles_backend_fsdp.module import Asked, CausalModule, Kept
 from miles_backend_fsdp.random_weights import fill
 from miles_core.contracts.weights import TensorSpec
-from miles_core.errors import CapabilityError, LearnerError, ModelSourceError
+from miles_core.errors import NEW_RUN, CapabilityError, LearnerError, ModelSourceError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -239,7 +239,8 @@ def _given_k(want: Sequence[Output]) -> int:
 def _check_ids(asked: Asked, vocabulary: int) -> None:
     if asked.k > vocabulary:
         raise CapabilityError(
-            f"causal-lm was asked for the {asked.k} most likely of {vocabulary} tokens", fix=f"set k to {vocabulary}"
+            f"causal-lm was asked for the {asked.k} most likely of {vocabulary} tokens",
+            fix=f"take a k of {vocabulary} or less {NEW_RUN}",
         )
     if (
         asked.ids is not None

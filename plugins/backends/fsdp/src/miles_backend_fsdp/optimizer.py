@@ -72,7 +72,8 @@ class RoleOptimizer:
     def step(self, what: str) -> float:
         """One update from the accumulated gradients, which are then dropped. Returns the norm before clipping.
 
-        Raises `BackendError` where the norm is not finite; nothing is changed then.
+        Raises `BackendError` where the norm is not finite, and nothing is changed then; and where a weight is not
+        finite behind the update, so that it is neither saved nor published.
         """
         grads = []
         for (_, parameter), shard in zip(self._named, self._locals, strict=True):
@@ -92,12 +93,18 @@ class RoleOptimizer:
         for group in self._adamw.param_groups:
             group["lr"] = self.lr
         self._adamw.step()
-        self.updates += 1
         self.drop_gradients()
+        if not math.isfinite(self._norm(self._locals)):
+            raise BackendError(
+                f"optimizer update {self.updates} (lr {self.lr:g}, gradient norm {norm:g}) left weights of {what} that "
+                "are not finite",
+                fix=f"take a lower optimizer.lr, or an optimizer.eps above 0, {NEW_RUN}",
+            )
+        self.updates += 1
         return norm
 
-    def _norm(self, grads: list[Tensor]) -> float:
-        total = torch.nn.utils.get_total_norm(grads).double() ** 2 if grads else torch.zeros((), dtype=torch.float64)
+    def _norm(self, shards: list[Tensor]) -> float:
+        total = torch.nn.utils.get_total_norm(shards).double() ** 2 if shards else torch.zeros((), dtype=torch.float64)
         if self._ranks > 1:
             dist.all_reduce(total)
         return math.sqrt(float(total)) if math.isfinite(float(total)) else float(total)

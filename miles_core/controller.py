@@ -91,7 +91,7 @@ class Controller:
                 policies = [await _policy(prepared, policy, Trainer(trainer)) for policy in run.policies.values()]
                 pool = _pool(wiring, parts, Place.CONTROLLER, on_event, {})
                 await pool.start(START_TIMEOUT_S)
-                check_lengths(run, parts, pool.engines.values())
+                check_lengths(wiring, parts, pool.engines.values())
                 remote = await _remote_sampler(prepared, launcher, pool)
                 sampler = remote or _sampler(wiring, parts, pool)
                 publishers = _publishers(prepared, trainer, pool, on_event, remote) if run.engines else None

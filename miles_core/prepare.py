@@ -5,6 +5,7 @@ Capabilities, the plugin lock, model sources, renderers, environments and the fi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -20,7 +21,7 @@ from miles_core.errors import DataError, LateDataError, ModelSourceError, Plugin
 from miles_core.provider import Place
 from miles_core.records import Sampling
 from miles_core.sampler import SamplingPolicy
-from miles_core.vocabulary import check_vocabulary, vocabulary_size
+from miles_core.vocabulary import check_vocabulary, longest_text, vocabulary_size
 from miles_core.wiring import Wiring, sources_of
 
 if TYPE_CHECKING:
@@ -86,14 +87,15 @@ def prepare(run_file: RunFile, catalogue: Catalogue, run_dir: Path, export: RunL
         model = wiring.sources[name]["actor"]
         for key, env in policy.envs.items():
             _probe(key, env, policy.renderer, model, evaluates=run_file.eval.every is not None)
-    tasks = _unchanged(parts, begun or {})
+    tasks = _told(parts, "digest")
+    _refuse_other(tasks, (begun or {}).get("tasks", {}))
     filters = {
         name: {f.name: wiring.build(f, Place.CONTROLLER, policy=name) for f in policy.algorithm.many("filters")}
         for name, policy in run_file.policies.items()
     }
     lock = plugin_lock([*run_file.parts(), *_unbuilt(run_file, catalogue)], catalogue)
     lock["sources"] = wiring.payload({})["sources"]
-    lock["tasks"] = tasks
+    lock |= {"tasks": tasks, "scoring": _told(parts, "scoring_digest")}
     return Prepared(wiring=wiring, lock=lock, parts=parts, filters=filters)
 
 
@@ -142,13 +144,19 @@ def model_sources(run_file: RunFile, catalogue: Catalogue, export: RunLoader, be
     """
     known = sources_of((begun or {}).get("sources", {}))
     sources = [source for roles in known.values() for source in roles.values()]
-    if known and all(folder.is_dir() for s in sources for folder in (s.folder, s.tokenizer_folder) if folder):
+    gone = [str(f) for s in sources for f in (s.folder, s.tokenizer_folder) if f and not f.is_dir()]
+    if known and not gone:
         return known
     run = run_file.run
     base = Path(run.folder) if run.folder else None
 
     def resolve(model: Part) -> ModelSource:
-        return resolve_source(model, run.seed, run_loader=export, base=base, catalogue=catalogue)
+        try:
+            return resolve_source(model, run.seed, run_loader=export, base=base, catalogue=catalogue)
+        except ModelSourceError as error:
+            if gone:  # a checkpoint has weights, and neither the configuration nor the tokenizer of its model
+                error.fix = f"put back what the run began from: {', '.join(dict.fromkeys(gone))}"
+            raise
 
     found: dict[str, dict[str, ModelSource]] = {}
     for policy in run_file.policies.values():
@@ -197,40 +205,43 @@ def _probe(name: str, env: Any, renderer: Any, model: ModelSource, *, evaluates:
         _fits(model, renderer, task.id, ids)
 
 
-def _unchanged(parts: Parts, begun: Mapping[str, Any]) -> dict[str, str]:
-    """What environments say that their tasks are read from (`digest`), by policy and name. Raises `ResumeError` where
-    it is not what the run began with."""
-    known, found = begun.get("tasks", {}), {}
+def _told(parts: Parts, what: str) -> dict[str, str]:
+    """What environments say by their attribute `what`, by policy and name; those without it are left out."""
+    found = {}
     for policy, sampling in parts.sampling.items():
         for name, env in sampling.envs.items():
-            key = f"{policy}/{name}"
-            with blamed(f"environment {name!r} has no digest", DataError, "mend what the environment reads"):
-                digest = getattr(env, "digest", None)
-            if digest is None:
-                continue
-            found[key] = str(digest)
-            if known.get(key, found[key]) != found[key]:
-                raise ResumeError(
-                    f"what environment {name!r} of policy {policy!r} reads its tasks from has changed since the run "
-                    f"began (digest {known[key][:12]}, now {found[key][:12]})",
-                    fix="put the files back as they were, or start a new run",
-                )
+            with blamed(f"environment {name!r} has no {what}", DataError, "mend what the environment reads"):
+                if (told := getattr(env, what, None)) is not None:
+                    found[f"{policy}/{name}"] = str(told)
     return found
 
 
-def check_lengths(run: RunFile, parts: Parts, engines: Iterable[Engine]) -> None:
-    """Refuse prompts that are known to be longer (`TaskSource.longest`) than an engine takes (`Engine.longest_prompt`).
-    Raises `DataError`."""
-    limits = [(engine.longest_prompt, engine.name) for engine in engines if hasattr(engine, "longest_prompt")]
-    for sampling in parts.sampling.values() if limits else ():
-        most, engine = min(limits)
-        splits = (["train"] if sampling.rewarded else []) + (["eval"] if run.eval.every is not None else [])
+def _refuse_other(tasks: Mapping[str, str], begun: Mapping[str, str]) -> None:
+    """Raise `ResumeError` where tasks are read from other things than the run began with."""
+    for key, digest in tasks.items():
+        if (before := begun.get(key, digest)) != digest:
+            policy, _, name = key.partition("/")
+            raise ResumeError(
+                f"what environment {name!r} of policy {policy!r} reads its tasks from has changed since the run "
+                f"began (digest {before[:12]}, now {digest[:12]})",
+                fix="put the files back as they were, or start a new run",
+            )
+
+
+def check_lengths(wiring: Wiring, parts: Parts, engines: Iterable[Engine]) -> None:
+    """Refuse tasks that are known to be longer (`TaskSource.longest`) than an engine takes (`Engine.longest_prompt`)
+    or, where they are demonstrated, than the model has positions for. Raises `DataError`."""
+    of_engines = [(engine.longest_prompt, repr(engine.name)) for engine in engines if hasattr(engine, "longest_prompt")]
+    for policy, sampling in parts.sampling.items():
+        of_model = (longest_text(wiring.sources[policy]["actor"]) or math.inf, "the model")
+        most, who = min(of_engines, default=(math.inf, "")) if sampling.rewarded else of_model
+        splits = ["train", "eval"] if wiring.run.eval.every is not None else ["train"]
         for name, split in product(sampling.envs, splits):
             tokens, where = getattr(sampling.envs[name].tasks(split), "longest", None) or (0, "")
             if tokens > most:
                 raise DataError(
-                    f"environment {name!r}: {where}: the prompt has {tokens} tokens; {engine!r} takes at most {most}",
-                    fix="shorten or remove it, or let the engine take longer ones (option max_length of `local`)",
+                    f"environment {name!r}: {where}: a text of {tokens} tokens; {who} takes at most {most}",
+                    fix="shorten or remove it, or let longer ones in where that can be (max_length of an engine)",
                 )
 
 

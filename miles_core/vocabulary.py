@@ -1,4 +1,5 @@
-"""Whether two models mean the same by a token id: every role of a policy is fed the actor's tokens.
+"""What a model's configuration says of tokens, and whether two models mean the same by an id: every role of a policy is
+fed the actor's tokens.
 
 Judged by `tokenizer.json` where both models have one, else by `vocab_size` of their configurations.
 """
@@ -53,9 +54,18 @@ def _tokens(source: ModelSource) -> dict[int, str] | None:
 
 def vocabulary_size(source: ModelSource) -> int | None:
     """`vocab_size` of the model's configuration, where it says one."""
+    return _said(source, "vocab_size")
+
+
+def longest_text(source: ModelSource) -> int | None:
+    """Tokens that the model has positions for, where its configuration says so."""
+    return _said(source, "max_position_embeddings")
+
+
+def _said(source: ModelSource, key: str) -> int | None:
     config = source.architecture if source.folder is None else _read(source.folder / "config.json")
-    size = config.get("vocab_size") if isinstance(config, Mapping) else None
-    return size if isinstance(size, int) else None
+    value = config.get(key) if isinstance(config, Mapping) else None
+    return value if isinstance(value, int) else None
 
 
 def _read(path: Path) -> Any:

@@ -25,7 +25,8 @@ class TaskSource(Protocol):
     that of the underlying item: `<env>:<split>:<index>`. Core counts attempts per item as the epoch.
 
     A source that has rendered its tasks beforehand may have an attribute `longest: tuple[int, str] | None`: the tokens
-    of the longest prompt, and where that stands (file and line). It is held against `Engine.longest_prompt`.
+    of the longest prompt (with its demonstration, where that is learnt from), and where it stands (file and line). It
+    is held against `Engine.longest_prompt`, or against the positions of the model.
     """
 
     size: int | None
@@ -81,7 +82,8 @@ class Environment(Protocol):
     A single-turn environment writes `score`; a multi-turn one writes `episode` as well, and core then calls that
     (`MultiTurn`). A raised exception is a failed episode, counted with task and reason. One whose `score` never waits
     for anything may have an attribute `instant = True`: a group is then sampled in one wait and scored in one go. One
-    with an attribute `digest: str`, of what it reads its tasks from, is not resumed on other tasks.
+    with an attribute `digest: str`, of what it reads its tasks from, is not resumed on other tasks. With one
+    `scoring_digest: str`, of the code of a reward, a resume under other code is said and recorded in the lineage.
     """
 
     task_splits: tuple[str, ...]

@@ -11,6 +11,7 @@ from miles_core.config.compose import load
 from miles_core.discovery import scan
 from miles_core.driver import execute
 from miles_core.errors import LateDataError, ResumeError, RewardError
+from miles_core.journal import read
 
 RUN = """
 run: {name: mine, seed: 7, steps: 6}
@@ -130,3 +131,19 @@ def test_a_run_does_not_go_on_with_other_tasks(run):
         run(reward, "run.steps=3", rows=rows[::-1], resume=True)
     assert Path("runs/mine/plugins.lock").read_text() == lock
     run(reward, "run.steps=3", rows=rows, resume=True)
+
+
+def test_a_reward_that_was_mended_is_said_to_be_another(run):
+    rows = [{"prompt": f"{i}=", "answer": str(i)} for i in range(10)]
+    run("def score(text):\n    return 0.5\n", "run.steps=2", rows=rows)
+    run("def score(text):\n    return 0.25\n", "run.steps=3", rows=rows, resume=True)
+    lines = [json.loads(line) for line in Path("runs/mine/events.jsonl").read_text().splitlines()]
+    changed = {line["what"]: (line["was"], line["now"]) for line in lines if line["type"] == "changed"}
+    assert changed.keys() == {"run.steps", "scoring of main/jsonl"} and changed["run.steps"] == (2, 3)
+    was, now = changed["scoring of main/jsonl"]
+    assert len(was) == len(now) == 64 and was != now
+    lineage = [frame.header for frame in read(Path("runs/mine/journal")) if frame.kind == "lineage"]
+    assert lineage[-1]["changes"]["scoring of main/jsonl"] == [was, now]
+    run("def score(text):\n    return 0.25\n", "run.steps=4", rows=rows, resume=True)
+    lines = [json.loads(line) for line in Path("runs/mine/events.jsonl").read_text().splitlines()]
+    assert sum(line.get("what", "").startswith("scoring") for line in lines) == 1

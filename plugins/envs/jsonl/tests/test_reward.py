@@ -1,6 +1,9 @@
 """The user's reward function: where it is found, what it is given, what it may return, and its deadline."""
 
 import asyncio
+import functools
+import json
+import re
 import sys
 import threading
 from types import SimpleNamespace
@@ -15,6 +18,7 @@ from miles_env_jsonl.reward import Runner
 from miles_core.config.schema import EpisodeSource
 from miles_core.errors import ConfigError, DataError, RewardError
 from miles_core.records import Score, Task
+from miles_core.session import EpisodeFailedError
 
 TASK = Task(id="mine:train:0", prompt="p", answer="42", metadata={"level": 1})
 
@@ -164,6 +168,40 @@ def test_async_functions():
     assert call(lambda text: later(text)).reward == 0.5  # a plain function that hands out a coroutine
 
 
+def test_what_a_reward_raises_is_told_with_its_line():
+    shared = ValueError("the same object each time")
+
+    def raises(text):
+        raise shared
+
+    def within(text):
+        json.loads("{")
+
+    class Late(Exception):
+        __notes__ = None
+
+    def odd(text):
+        raise Late("no notes")
+
+    class Judge:
+        def __call__(self, text):
+            return 1 / 0
+
+    for function, says in (
+        (raises, "ValueError: the same object each time"),
+        (raises, "ValueError: the same object each time"),
+        (within, "JSONDecodeError: Expecting property name"),
+        (odd, "Late: no notes"),
+        (Judge(), "ZeroDivisionError: division by zero"),
+        (functools.partial(lambda text, more: more + text, more=1), "TypeError: unsupported operand"),
+    ):
+        with pytest.raises(EpisodeFailedError) as failed:
+            call(function)
+        told = str(failed.value)
+        assert told.startswith(says) and re.search(rf"\({re.escape(__file__)}:\d+\)$", told) and told.count("(/") == 1
+    assert not hasattr(shared, "__notes__")
+
+
 def test_exceptions_pass_through():
     def fails(text):
         raise KeyError("x")
@@ -178,10 +216,10 @@ def test_exceptions_pass_through():
         raise TimeoutError("my own")
 
     for function, error, says in (
-        (fails, KeyError, "x"),
+        (fails, EpisodeFailedError, "KeyError: 'x'"),
         (leaves, RuntimeError, "SystemExit: 3"),
         (stops, RuntimeError, "StopIteration"),
-        (own, TimeoutError, "my own"),
+        (own, EpisodeFailedError, "TimeoutError: my own"),
     ):
         with pytest.raises(error, match=says):
             call(function)

@@ -345,20 +345,22 @@ def test_a_share_of_one_prompt_cannot_be_held_out(tmp_path):
         env(tmp_path, eval_fraction=0.5).tasks("train")
 
 
-def test_a_repair_may_not_move_a_row_from_one_split_to_the_other(tmp_path):
-    def split(row, **changed):
+@pytest.mark.parametrize("options", [{"eval_fraction": 0.2}, {"eval_path": "held.jsonl", "on_overlap": "drop"}])
+def test_where_prompts_decide_on_splits_every_row_is_rendered_before_the_run(tmp_path, monkeypatch, options):
+    """A repair could move a row from one split to the other: there is none that is late."""
+    monkeypatch.setattr(tasks, "RENDERED", 2)
+    write(tmp_path / "held.jsonl", rows(3, start=2))
+    for row in (0, 11):
         lines = rows(12)
-        lines[row] |= changed
         write(tmp_path / "tasks.jsonl", lines)
-        found = env(tmp_path, check_rows=5, eval_fraction=0.2)
-        return found.digest, found.tasks("train").indices.tolist(), found.tasks("eval").indices.tolist()
-
-    digest, train, held = split(0)
-    assert len(train) == 10 and len(held) == 2
-    assert split(train[-1], answer="other") == (digest, train, held)
-    assert split(held[-1], answer="other")[0] != digest != split(train[0], answer="other")[0]
-    prompts = (split(train[-1], prompt=f"z{i}") for i in range(1000))
-    assert next(found for found in prompts if found[1] != train)[0] != digest
+        digest = env(tmp_path, check_rows=1, **options).digest
+        lines[row] |= {"answer": "other"}
+        write(tmp_path / "tasks.jsonl", lines)
+        assert env(tmp_path, check_rows=1, **options).digest != digest
+        lines[row] |= {"prompt": "é"}
+        write(tmp_path / "tasks.jsonl", lines)
+        with pytest.raises(DataError, match=rf"tasks.jsonl:{row + 1}: no token for 'é'"):
+            env(tmp_path, check_rows=1, renderer=Letters(), **options).tasks("train")
 
 
 def test_the_digest_of_parquet_and_of_a_file_that_is_missing(tmp_path):

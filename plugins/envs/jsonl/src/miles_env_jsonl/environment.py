@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -95,6 +96,11 @@ class JsonlEnvironment:
                 found.update(source.reader.rows.raw(row) + b"\n")
         return found.hexdigest()
 
+    @property
+    def scoring_digest(self) -> str | None:
+        """SHA-256 of the file of the reward function, when it was imported; `None` without one."""
+        return None if self._runner is None else self._runner.digest
+
     def tasks(self, split: str) -> FileTasks:
         """Raises `DataError` for a missing file, an empty split, or a bad row among those checked beforehand."""
         if split not in self.task_splits:
@@ -117,7 +123,7 @@ class JsonlEnvironment:
             "text": context.text,
             "answer": task.answer,
             "prompt": task.prompt,
-            "metadata": dict(task.metadata),
+            "metadata": copy.deepcopy(dict(task.metadata)),  # a reward may change what it is given
             "finish": context.finish,
             "task": task,
         }
@@ -143,8 +149,9 @@ class JsonlEnvironment:
                 raise DataError(f"environment {self._name!r}: {why}", fix=fix)
             sources["eval"] = self._source(train, held_rows, "eval", config.path)
         sources["train"] = self._source(train, rows, "train", config.path)
+        moves = config.eval_fraction is not None or config.on_overlap == OnOverlap.drop  # a prompt decides on its split
         for source in sources.values():
-            source.check(config.check_rows)
+            source.check(config.check_rows, every=moves)
         return sources
 
     def _reader(self, path: str, needs: Needs) -> tuple[Reader, Array]:
@@ -157,7 +164,7 @@ class JsonlEnvironment:
             raise DataError(
                 f"environment {self._name!r}: split {split!r} is empty; {path!r} has {len(reader.rows)} rows"
                 + (" before slicing" if "@[" in path else ""),
-                fix="add rows" if split == "eval" and self._config.eval_fraction else "add rows, or widen the slice",
+                fix="widen the slice" if "@[" in path else "add rows whose prompts the other split does not hold",
             )
         shuffled = None
         if split == "train" and self._config.shuffle:

@@ -58,7 +58,7 @@ def find(path: str, folders: Sequence[Path]) -> Path:
             return place.resolve()
     raise DataError(
         f"no file {path!r}; looked at {', '.join(dict.fromkeys(map(str, places)))}",
-        fix="correct env.path, relative to the run file or to the working directory",
+        fix="correct env.path, relative to the run file or to the working directory; for a resume, put the file back",
     )
 
 

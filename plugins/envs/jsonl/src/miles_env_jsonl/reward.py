@@ -22,8 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from miles_core.errors import ConfigError, RewardError
+from miles_core.errors import ConfigError, MilesError, RewardError
 from miles_core.records import Score
+from miles_core.session import EpisodeFailedError
 from miles_env_jsonl.config import JsonlConfig
 
 #: What a reward function may ask for, by parameter name.
@@ -186,6 +187,16 @@ def check_range(score: Score, config: JsonlConfig) -> None:
             )
 
 
+def _file(function: Any) -> str | None:
+    """The file in which a function, a callable object or what a `partial` calls was written; `None` where it is none of
+    Python's."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    called = function if inspect.isroutine(function) else getattr(type(function), "__call__", None)  # noqa: B004
+    code = getattr(inspect.unwrap(called), "__code__", None)
+    return None if code is None else str(code.co_filename)
+
+
 class Runner:
     """Calls one function with a deadline. An async one runs on the event loop; a plain one on daemon threads, at most
     `threads` at once, so that a call that hangs costs a thread and never the run."""
@@ -193,7 +204,9 @@ class Runner:
     def __init__(self, function: Callable[..., Any], spec: str, deadline_s: float, threads: int) -> None:
         self._function, self._spec, self._deadline_s = function, spec, deadline_s
         self._names = wanted(function)
-        self._file = inspect.getsourcefile(inspect.unwrap(function)) if inspect.isroutine(function) else None
+        self._file = _file(function)
+        readable = self._file is not None and Path(self._file).is_file()
+        self.digest = hashlib.sha256(Path(str(self._file)).read_bytes()).hexdigest() if readable else None
         called = getattr(function, "__call__", None)  # noqa: B004 - an object whose call is async
         self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
         self._threads = threads
@@ -202,7 +215,8 @@ class Runner:
         self._hanging: list[_Worker] = []
 
     async def call(self, offered: Mapping[str, Any], task_id: str) -> Score:
-        """Raises what the function raises, `TimeoutError` past the deadline, `RewardError` for what is no number."""
+        """Raises `EpisodeFailedError` that says what the function raised and in which line of its file, `TimeoutError`
+        past the deadline, `RewardError` for what is no number."""
         bound = functools.partial(self._function, **{name: offered[name] for name in self._names})
         try:
             if self._is_async:
@@ -212,9 +226,11 @@ class Runner:
                 if inspect.isawaitable(value):  # a plain function that hands out a coroutine
                     value = await self._in_time(value, task_id)
         except Exception as error:
-            if own := [f for f in traceback.extract_tb(error.__traceback__) if f.filename == self._file]:
-                error.add_note(f"({own[-1].filename}:{own[-1].lineno})")
-            raise
+            own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == self._file]
+            if isinstance(error, MilesError) or not own:
+                raise
+            told = f"{type(error).__name__}: {error} ({own[-1].filename}:{own[-1].lineno})"
+            raise EpisodeFailedError(told) from error
         return to_score(value, self._spec, task_id)
 
     async def _in_time(self, call: Awaitable[Any], task_id: str) -> Any:

@@ -53,8 +53,8 @@ class Reader:
         self.rows, self._config, self._needs, self._renderer = rows, config, needs, renderer
 
     def rendered(self, row: int) -> tuple[Parsed, int]:
-        """`parse`, and how many tokens the renderer makes of the prompt (0 without one). Raises `BadRow` also for what
-        it cannot render."""
+        """`parse`, and how many tokens the renderer makes of the prompt, with its longest demonstration where that is
+        learnt from (0 without a renderer). Raises `BadRow` also for what it cannot render."""
         parsed, renderer, where = self.parse(row), self._renderer, self.rows.where(row)
         if renderer is None:
             return parsed, 0
@@ -63,7 +63,7 @@ class Reader:
             with blamed(f"the renderer cannot render {where}", PluginContractError, fix):
                 tokens = len(renderer.prompt(parsed.prompt))
                 for shown in parsed.demonstrations if self._needs.demonstration else ():
-                    renderer.demonstration(parsed.prompt, shown)
+                    tokens = max(tokens, len(renderer.demonstration(parsed.prompt, shown)[0]))
         except PluginContractError:
             raise
         except MilesError as error:
@@ -90,7 +90,7 @@ class Reader:
         elif value.get("messages") is not None:
             prompt, tail = _conversation(value.pop("messages"), where)
         else:
-            found = ", ".join(sorted(value)) or "nothing"
+            found = ", ".join(sorted(key for key in value if value[key] is not None)) or "nothing"
             fix = "add the field, or name yours with env.prompt_field"
             raise BadRow(where, f"no field {c.prompt_field!r} (nor 'messages'); it has {found}", fix)
         answer = self._answer(value.pop(c.answer_field, None), where)
@@ -248,17 +248,18 @@ class FileTasks:
         self._name, self._split = name, split
         self._shuffled = None if shuffled is None else lru_cache(maxsize=2)(shuffled)
 
-    def check(self, count: int | None) -> None:
-        """Before the run: read the first `count` rows (all where null), and render as many of them as `RENDERED` and
-        the one that is handed out first. Raises `DataError`, or what the renderer raised, naming file and line."""
+    def check(self, count: int | None, *, every: bool) -> None:
+        """Before the run: read the first `count` rows (all where null), and render as many of them as `RENDERED`, or
+        every row, and the one that is handed out first. Raises `DataError`, or what the renderer raised, naming file
+        and line."""
         rows, first = self.indices[:count].tolist(), int(self.indices[self._place(0)])
-        self.checked = rows[:RENDERED]
+        self.checked = self.indices.tolist() if every else rows[:RENDERED]
         for row in (first, *self.checked):
             with _before_the_run(self._name):
                 _, tokens = self.reader.rendered(row)
             if self.longest is None or tokens > self.longest[0]:
                 self.longest = tokens, self.reader.rows.where(row)
-        for row in rows[RENDERED:]:
+        for row in rows[len(self.checked) :]:
             with _before_the_run(self._name):
                 self.reader.parse(row)
 

@@ -19,7 +19,7 @@ import numpy as np
 from miles_core.contracts.engine import Completion, Health, PauseMode, Request
 from miles_core.errors import DeadlineError, EngineError, MilesError, QuorumError, bad_answer, clause
 from miles_core.records import Finish, Span, Version
-from miles_core.waits import GO_ON, cancel, finish_all
+from miles_core.waits import GO_ON, cancel, contained, finish_all
 from miles_core.weights import ServingGate
 
 if TYPE_CHECKING:
@@ -99,12 +99,10 @@ class Pool:
         """Start every engine at once; the first failure surfaces with its own text."""
         try:
             async with asyncio.timeout(deadline_s):
-                await asyncio.gather(*(member.engine.start() for member in self._members.values()))
+                await asyncio.gather(*(contained(member.engine.start()) for member in self._members.values()))
         except TimeoutError:
-            raise DeadlineError(
-                f"engines {list(self._members)} did not start within {deadline_s:g} s",
-                fix="see their logs, or allow them more time",
-            ) from None
+            what = f"engines {list(self._members)} did not start within {deadline_s:g} s"
+            raise DeadlineError(what, fix="see their logs, or allow them more time") from None
 
     async def health(self, name: str) -> Health:
         """The member's own word; an exception or silence counts as not ok."""
@@ -113,7 +111,7 @@ class Pool:
                 return await self._members[name].engine.health()
         except TimeoutError:
             return Health(ok=False, detail=f"no answer to a health check within {HEALTH_DEADLINE_S:g} s")
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             return Health(ok=False, detail=f"health check failed: {clause(error)}")
 
     def quarantine(self, name: str, reason: str) -> None:
@@ -284,10 +282,8 @@ class Pool:
                     if not _count(done) and changed is before and not self._members[name].held:
                         failures.append(f"{name}: ended the request without a token and without being asked")
                 if len(failures) >= ATTEMPTS:
-                    raise EngineError(
-                        f"request {request.id!r} failed {len(failures)} times ({'; '.join(failures)})",
-                        fix="see the engines' logs, then resume the run",
-                    )
+                    what = f"request {request.id!r} failed {len(failures)} times ({'; '.join(failures)})"
+                    raise EngineError(what, fix="see the engines' logs, then resume the run")
         finally:
             del self._calls[request.id]
 
@@ -385,7 +381,7 @@ async def _answer(call: _Call, asked: Awaitable[Any]) -> Any:
     whatever the member's client made of the cancellation: an answer, or an error of its own."""
     answer, error, before = None, None, call.task.cancelling()  # some libraries leave what they cancelled
     try:
-        answer = await asked
+        answer = await contained(asked)
     except (Exception, asyncio.CancelledError) as raised:
         error = raised
     if call.lost and call.task.uncancel() <= before:

@@ -385,8 +385,7 @@ def _ended(shared: _Shared, member: int, error: BaseException, failure: BaseExce
                 cause = EngineError(f"task {shared.lease.task.id!r}: {cause.message}", fix=cause.fix)
             raise cause from (error if error is not cause else None)
     kind = "" if isinstance(error, EpisodeFailedError) else type(error).__name__
-    told = ": ".join(filter(None, (kind, str(error))))
-    return _failed(shared, member, " ".join([told, *getattr(error, "__notes__", ())]))
+    return _failed(shared, member, ": ".join(filter(None, (kind, str(error)))))
 
 
 def _failed(shared: _Shared, member: int, why: str) -> Episode:

@@ -33,6 +33,14 @@ async def cancel(tasks: Iterable[asyncio.Future[Any]], grace_s: float = CANCEL_G
             task.exception()  # seen
 
 
+async def contained(awaited: Awaitable[T]) -> T:
+    """What a task waits for: `sys.exit()` in there is an error of its own, and not the end of the event loop."""
+    try:
+        return await awaited
+    except SystemExit as error:
+        raise RuntimeError(f"SystemExit: {error}") from error
+
+
 async def finish_all(awaited: Iterable[Awaitable[T]]) -> list[T]:
     """Wait for every one, also where one of them fails; the first failure surfaces."""
     tasks = [asyncio.ensure_future(one) for one in awaited]

@@ -54,7 +54,7 @@ class CharsTokenizer:
                     raise DataError(
                         f"character {token!r} (U+{ord(token):04X}) of {text[:60]!r} is not in model.alphabet"
                         f" {self.alphabet!r}",
-                        fix="add it to model.alphabet (and to the model's vocab_size), or change the text",
+                        fix="change the text, or, for a new run, add it to model.alphabet (and to model's vocab_size)",
                     )
                 ids.append(found)
         return ids

@@ -31,6 +31,7 @@ SHOWN: tuple[tuple[str, tuple[str, ...], str], ...] = (
 )
 #: Events that a person should see, and how they read.
 LOUD = {
+    "changed": "changed since this run began",
     "checkpoint": "checkpoint",
     "engine_quarantined": "engine out of service",
     "engine_returned": "engine back in service",
@@ -90,7 +91,8 @@ class ConsoleTracker:
             if den
         }
         if side == "eval":
-            how = f" ({self._how})" if self._how and "eval/reward" in found else ""
+            counted = values.get("reward", values.get("eval/reward", (0, 0)))[1]
+            how = f" ({self._how}, {counted:g} tasks)" if self._how and "eval/reward" in found else ""
             done = f"{step} step{'' if step == 1 else 's'}"
             said = _evaluation(found) + self._failures(values, policy)
             self._say(f"{self._whose(policy)}evaluation after {done}{how}: {said}")
@@ -120,7 +122,7 @@ class ConsoleTracker:
             self._eval_failure.setdefault(policy, str(fields.get("why")))
         elif kind in LOUD:
             self._loud[kind] = self._loud.get(kind, 0) + 1
-            if kind == "checkpoint" or self._loud[kind] <= LINES_A_KIND:
+            if kind in ("changed", "checkpoint") or self._loud[kind] <= LINES_A_KIND:
                 told = ", ".join(f"{key} {value}" for key, value in fields.items() if key != "policy")
                 self._say(f"{self._whose(policy)}{LOUD[kind]}: {told}")
 

@@ -30,8 +30,8 @@ def audit(run: Annotated[Path, typer.Argument(help="a run directory, e.g. runs/q
     opened = RunDir.open(run)
     try:
         schedules, due = asked(opened.tree())
-    except ResumeError as error:  # what was promised is not known any more
-        return _broken([error.message])
+    except ResumeError as error:  # what was promised is not known any more; what was saved is
+        return _broken([error.message, *_ledgers(opened, {})[1]])
     # Before the journal: of a run that goes on, it then says more than they do, never less.
     lines = list(opened.metrics())
     last = opened.latest()  # of a run's last step, it is written when every lease has its end

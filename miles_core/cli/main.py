@@ -114,6 +114,9 @@ def _main(arguments: Sequence[str] | None) -> None:
         sys.exit(EXIT_INTERNAL)
     except Exception as error:
         if hasattr(error, "format_message"):  # a usage error of the parser, whichever click typer brings
+            if type(error).__name__ == "NoArgsIsHelpError":
+                _say(error.format_message(), wants_traceback)
+                sys.exit(EXIT_BAD_INPUT)
             context = getattr(error, "ctx", None)
             command = context.command_path if context is not None else "miles"
             _say(str(InputError(error.format_message(), fix=f"{command} --help shows what it takes")), wants_traceback)

@@ -39,6 +39,7 @@ def run(
             go_on = f"miles run {shlex.quote(str(file))} --resume, to go on with it"
             fix = go_on if (file / "resolved.yaml").is_file() else "name a run file in it, e.g. recipes/quickstart.yaml"
             raise ConfigError(f"{file} is a directory, not a run file", fix=fix)
+        RunDir.open(file)  # says so where it is none
         run_file = reload(file, (*(overrides or ()), f"run.dir={json.dumps(str(file))}"), catalogue=catalogue)
     elif resume and not file.suffix and not file.exists():
         RunDir.open(file)  # says that there is none
@@ -48,11 +49,18 @@ def run(
     go_on = f"miles run {shlex.quote(str(path))} --resume"
     stop, begun = threading.Event(), threading.Event()
 
+    planned = RunDir.open(path).tree()["run"]["steps"] if resume and path.is_dir() else run_file.run.steps
+    decays = any(r.optimizer.decay != "constant" for p in run_file.policies.values() for r in p.roles.values())
+    stretched = decays and planned != run_file.run.steps
+
     def begin() -> None:
         begun.set()
+        if stretched:
+            _tell(f"the learning rate decays over {run_file.run.steps} steps from here on; it did over {planned}")
         done = RunDir(path)
-        trained = max((line["step"] + 1 for line in done.metrics() if line.get("type") == "train"), default=0)
-        if resume and trained and done.latest() is None:
+        lines = done.metrics() if resume else ()
+        trained = max((line["step"] + 1 for line in lines if line.get("type") == "train"), default=0)
+        if trained and done.latest() is None:
             told = f"{path} has no checkpoint: it starts again from step 0, on a new lineage"
             _tell(f"{told} (its metrics show {trained} steps of before)")
 
@@ -80,7 +88,7 @@ def run(
     before = {number: signal.signal(number, _Interrupt(stop, begun, go_on)) for number in SIGNALS}
     try:
         result = asyncio.run(drive())
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if begun.is_set() and not isinstance(error, MilesError):
             _tell(f"what was journalled is safe. Go on: {go_on}")
         raise

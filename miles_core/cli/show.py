@@ -63,10 +63,11 @@ def show(
     console = Console()
     curves = read_curves(opened)
     if not curves:
-        fix = "wait for the first step, or look at events.jsonl"
-        raise RunNotFoundError(f"{run} has no metrics yet: {_status(opened)}", fix=fix)
+        fix = "wait for the first step, or look at events.jsonl; the tracker jsonl writes what is shown"
+        raise RunNotFoundError(f"{run} has no metrics: {_status(opened)}", fix=fix)
     chosen = metric or [name for name in ("rollout/reward", "eval/reward", "eval/loss") if name in curves]
-    chosen = chosen or ["train/loss"]
+    if "rollout/reward" not in chosen and "train/loss" in curves and not metric:
+        chosen.insert(0, "train/loss")
     for name in chosen:
         if name not in curves:
             raise RunNotFoundError(f"{run} has no metric {name!r}", fix="choose one of " + ", ".join(sorted(curves)))
@@ -97,7 +98,9 @@ def headline(run: RunDir) -> str:
     policies = tree.get("policies") or {"": tree}
     presets = dict.fromkeys(str((p.get("algorithm") or {}).get("use") or "no preset") for p in policies.values())
     steps = {line["policy"]: line["step"] + 1 for line in run.metrics() if line["type"] == "train"}
-    done = min(steps.values(), default=0)  # a policy of a larger share takes several of its own in one
+    latest = run.latest()
+    # A policy of a larger share takes several of its own in one; a run without this tracker has its checkpoints.
+    done = max(min(steps.values(), default=0), latest.step if latest else 0)
     best = run.best()
     told = f"best checkpoint: step {best.step}" if best else "no best checkpoint"
     return (

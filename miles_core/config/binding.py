@@ -79,7 +79,7 @@ def bind(cls: type[T], values: Any, path: str, also: Sequence[str] = ()) -> T:
         return cls(**given)
     except (ValueError, TypeError) as error:
         raise ConfigRangeError(f"{path}: {error}", fix=f"change the values under {path}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PluginContractError(
             f"{path}: {cls.__name__} raised {clause(error)}", fix="an options class refuses values with ValueError"
         ) from error

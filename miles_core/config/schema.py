@@ -53,7 +53,9 @@ class RunConfig:
     seed: int = opt(0, "seed of every random stream", low=0)
     steps: int = opt(100, "training steps", unit="steps", low=1)
     journal: Journal = opt(Journal.full, "whether large columns are journalled too")
-    checkpoint_every: int | None = opt(None, "checkpoint interval; only at the end where null", unit="steps", low=1)
+    checkpoint_every: int | None = opt(
+        None, "checkpoint interval; where null, at the end; the best evaluation is kept, too", unit="steps", low=1
+    )
     threads: int = opt(1, "threads of each process's math libraries", unit="threads", low=1)
 
 
@@ -94,11 +96,11 @@ class OptimizerConfig:
     """Section `optimizer`: AdamW with a schedule that advances by optimizer updates."""
 
     lr: float = opt(1e-6, "peak learning rate", low=0)
-    beta1: float = opt(0.9, "decay of the first moment", low=0, high=1)
-    beta2: float = opt(0.95, "decay of the second moment", low=0, high=1)
+    beta1: float = opt(0.9, "decay of the first moment", low=0, high=1 - 1e-9)
+    beta2: float = opt(0.95, "decay of the second moment", low=0, high=1 - 1e-9)
     eps: float = opt(1e-8, "added to the root of the second moment", low=0)
     weight_decay: float = opt(0.0, "decoupled weight decay", low=0)
-    max_grad_norm: float | None = opt(1.0, "clip of the global gradient norm; off where null", low=0)
+    max_grad_norm: float | None = opt(1.0, "clip of the global gradient norm; off where null", low=1e-30)
     decay: Decay = opt(Decay.constant, "shape after the warm-up")
     warmup_updates: int = opt(0, "linear warm-up", unit="updates", low=0)
     min_lr_ratio: float = opt(0.0, "where the decay ends, as a share of lr", low=0, high=1)

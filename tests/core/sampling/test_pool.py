@@ -1,6 +1,7 @@
 """The pool: gates, load, stickiness, lost members, pauses that abort, deadlines, quorum."""
 
 import asyncio
+import sys
 from contextlib import suppress
 from dataclasses import replace
 
@@ -210,6 +211,28 @@ def test_an_error_of_a_healthy_engine_surfaces_with_its_own_text():
         with pytest.raises(EngineError, match="prompt too long"):
             await pool.generate(request())
         assert not pool.quarantined()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("where", ["start", "generate", "health"])
+def test_an_engine_that_leaves_the_process_is_an_engine_that_failed(where):
+    async def main():
+        pool, engines, _ = make(count=1)
+        admit(pool, "e0")
+
+        async def leaves(*_):
+            sys.exit(0)
+
+        setattr(engines["e0"], where, leaves)
+        if where == "start":
+            with pytest.raises(RuntimeError, match="SystemExit: 0"):
+                await pool.start(5)
+        elif where == "health":
+            assert not (await pool.health("e0")).ok
+        else:
+            with pytest.raises(EngineError, match=r"engine 'e0' failed at request .*SystemExit: 0"):
+                await pool.generate(request("r"))
 
     asyncio.run(main())
 

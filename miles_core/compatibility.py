@@ -150,11 +150,13 @@ def match_capabilities(run_file: RunFile, catalogue: Catalogue) -> tuple[Row, ..
         whose = f"only {', '.join(row.offered_by)} offers it" if row.offered_by else "nothing in the run offers it"
         what, colon, _ = row.capability.partition(":")
         alike = [label for label, offered in offers if colon and any(o.startswith(what + colon) for o in offered)]
-        offering = _offering(row.capability, catalogue)
+        offering = list(_offering(row.capability, catalogue))
         fitting = ", ".join(f"{p.kind} {p.provider.name!r} ({p.distribution})" for p in offering)
         fix = f"no installed plugin offers it; choose something else than {row.asked_by}"
         if alike:
             fix = f"give {row.asked_by} and {' and '.join(alike)} options that agree on {what}"
+        elif own := [p for p in offering if (p.kind, p.name) in {(part.kind, part.use) for part in run_file.parts()}]:
+            fix = f"see which option of {own[0].kind} {own[0].name!r} takes it away: by default it is offered"
         elif fitting:
             fix = f"use one of: {fitting}"
         raise CapabilityError(

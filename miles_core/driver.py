@@ -9,7 +9,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,8 @@ async def execute(
         try:
             export = partial(export_cached, undo=exports)
             prepared = prepare(run_file, catalogue, path, export, going_on.run.lock() if going_on else None)
+            if going_on is not None:
+                going_on = replace(going_on, changes={**going_on.changes, **_rescored(going_on, prepared)})
             controller = await Controller.open(prepared, lambda kind, fields: reports.event(kind, **fields))
             if going_on is not None and (begun := going_on.checkpoint):
                 with blamed(f"{begun.folder} cannot be loaded", CheckpointError, "remove it, then try again"):
@@ -151,6 +153,8 @@ async def _drive(
             "summary": "; ".join(_summary(policy, run_file.origins) for policy in run_file.policies.values()),
         }
         reports.start(info)
+        for what, (was, now) in (resume.changes if resume else {}).items():
+            reports.event("changed", what=what, was=was, now=now)
         with blamed("an observer of the start of the run failed", StoppedError, GO_ON):
             hooks.miles_on_run_start(info=info)
         result = await controller.run(run, ledger, reports.trackers, stop)
@@ -169,6 +173,12 @@ async def _drive(
         hooks.miles_on_run_end(status=result.status)
     reports.close(result.status)
     return result
+
+
+def _rescored(resume: Resume, prepared: Prepared) -> dict[str, list[str]]:
+    """Environments that score with other code than before: a mended reward goes on, and is said to be another."""
+    before, now = resume.run.lock().get("scoring", {}), prepared.lock["scoring"]
+    return {f"scoring of {k}": [before[k], now[k]] for k in now if before.get(k, now[k]) != now[k]}
 
 
 def _ledger(prepared: Prepared, journal: Journal, resume: Resume | None) -> Ledger:

@@ -20,7 +20,7 @@ EXIT_INTERRUPTED = 130
 
 
 #: How to go on with what a resume refuses.
-NEW_RUN = "in a new run that starts from this one (run.name=NEW model.source=RUN)"
+NEW_RUN = "in a new run from a checkpoint of this one (run.name=NEW model.source=RUN model.architecture=null)"
 
 
 class MilesError(Exception):

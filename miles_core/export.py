@@ -13,7 +13,7 @@ from pathlib import Path
 
 from miles_core.config.compose import from_tree
 from miles_core.discovery import scan
-from miles_core.errors import ExportError, InputError, MilesError, RunExistsError
+from miles_core.errors import CheckpointError, ExportError, InputError, MilesError, RunExistsError, blamed
 from miles_core.prepare import build_renderer, model_sources
 from miles_core.provider import Place
 from miles_core.run import RunDir
@@ -48,7 +48,10 @@ def export(run: RunDir, step: int | None, folder: Path, policy: str = "") -> int
     if os.path.exists(folder):
         raise RunExistsError(f"{folder} exists", fix="name a folder that does not exist")
     checkpoint = run.checkpoint(step)
-    checkpoint.check()
+    try:
+        checkpoint.check()
+    except CheckpointError as error:  # no run began that it could stop
+        raise ExportError(error.message, fix=error.fix) from error
     catalogue = scan()
     tree = run.tree()
     try:
@@ -66,14 +69,14 @@ def export(run: RunDir, step: int | None, folder: Path, policy: str = "") -> int
     draft = folder.with_name(f".{folder.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
     worker = TrainerWorker(wiring, 0, 1, lambda: False)
+    fix = "free space there, or name another folder; a new run may start from that (model.source=FOLDER)"
     try:
         worker.load(checkpoint.trainer)
-        draft.mkdir(parents=True)
-        worker.save_model(chosen.name, draft)
-        renderer.tokenizer.save(draft)
-        os.rename(draft, folder)
-    except OSError as error:
-        raise ExportError(f"{folder} cannot be written: {error}", fix="free space there, or name another") from error
+        with blamed(f"{folder} cannot be written", ExportError, fix):
+            draft.mkdir(parents=True)
+            worker.save_model(chosen.name, draft)
+            renderer.tokenizer.save(draft)
+            os.rename(draft, folder)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
         worker.close()

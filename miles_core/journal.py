@@ -257,4 +257,4 @@ def _corrupt(path: Path, offset: int) -> JournalError:
 
 
 def _missing(what: str) -> JournalError:
-    return JournalError(what, fix="restore the journal that belongs to this checkpoint")
+    return JournalError(what, fix="restore the journal, or rm -r the checkpoint to go on from the one before")

@@ -153,10 +153,8 @@ class Publisher:
             )
         missing = sorted({spec.name for spec in self._specs} - set(manifest.digests))
         if missing:
-            raise WeightError(
-                f"{version} was staged without {len(missing)} tensors of the dry pass, {missing[0]!r} first",
-                fix="export the same tensors with and without `meta`",
-            )
+            what = f"{version} was staged without {len(missing)} tensors of the dry pass, {missing[0]!r} first"
+            raise WeightError(what, fix="export the same tensors with and without `meta`")
         return manifest
 
     def _admit(self, manifest: Manifest, found: Mapping[str, Receipt]) -> None:
@@ -165,10 +163,8 @@ class Publisher:
         for name, receipt in found.items():
             try:
                 if receipt.engine != name:
-                    raise WeightError(
-                        f"the link of {name!r} returned a receipt of {receipt.engine!r}",
-                        fix="write the engine's own name on its receipt",
-                    )
+                    what = f"the link of {name!r} returned a receipt of {receipt.engine!r}"
+                    raise WeightError(what, fix="write the engine's own name on its receipt")
                 self.pool.gate.admit(manifest, receipt)
                 self.pool.readmit(name)
             except WeightError as error:

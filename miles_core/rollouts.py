@@ -9,13 +9,14 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from miles_core.collaborators import Learnt
-from miles_core.errors import TrackerError, blamed
+from miles_core.errors import RunNotFoundError, TrackerError, blamed
 from miles_core.jsontext import readable
 from miles_core.records import Episode, Group, Origin, Trajectory
 from miles_core.waits import GO_ON
@@ -89,8 +90,11 @@ def _parts(trajectory: Trajectory, text: Callable[[Any], str]) -> list[tuple[int
 def read_samples(folder: Path, side: str, step: int) -> Iterator[dict[str, Any]]:
     """Lines of one step; nothing where that step wrote none."""
     file = _file(folder, side, step)
-    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
-        yield json.loads(line)
+    with blamed(f"{file} is damaged", RunNotFoundError, "remove it, or choose another --step"):
+        for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
+            sample = json.loads(line)
+            itemgetter("policy", "episode", "prompt", "turns", "reward", "status", "tokens")(sample)
+            yield sample
 
 
 def sampled_steps(folder: Path, side: str = "train") -> list[int]:

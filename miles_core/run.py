@@ -16,14 +16,14 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from miles_core.config.reading import read_yaml, written
+from miles_core.config.reading import parse, written
 from miles_core.errors import (
     CheckpointError,
     MilesError,
@@ -38,14 +38,16 @@ from miles_core.files import flush
 
 SEAL = "# sha256 of these values: "
 
-#: What may change on `--resume` (design §6, decision 0010), as patterns over dotted paths. `run.steps` may only grow.
+_DEADLINES = r"((policies\.[^.]+\.)?(schedule|env|envs\.[^.]+)|sync|rollout|engines\.[^.]+)\.[a-z_]*deadline_s"
+#: What may change on `--resume` (design §6, decision 0010), as patterns over dotted paths. Steps and deadlines grow.
 MAY_CHANGE = (
     r"(launcher|trackers|eval)(\..*)?",
     r"run\.(checkpoint_every|threads|steps|name|dir)",
     r"(rollout|engines\.[^.]+)\.(count|gpus)",
     r"backend\.(ranks|gpus_per_rank)",
     r"(policies\.[^.]+\.)?schedule\.(samplers|max_leases_per_slot)",
-    r".*deadline_s|sync\.min_engines",
+    r"sync\.min_engines",
+    _DEADLINES,
 )
 
 
@@ -66,7 +68,7 @@ class Checkpoint:
         with blamed(f"the checkpoint {self.folder} cannot be checked", CheckpointError, fix):
             known = json.loads((self.folder / "COMMIT").read_text())
             files = known["files"] if isinstance(known, dict) else {}
-            found = _digests(self.folder) if files else {}
+            found = _digests(self.folder, [name for name in files if (self.folder / name).is_file()])
         for name, digest in files.items():
             if found.get(name) != digest:
                 why = "is not what was saved" if name in found else "is gone"
@@ -88,7 +90,7 @@ class RunDir:
     def create(path: Path, tree: Mapping[str, Any], origins: Mapping[str, str], lock: Mapping[str, Any]) -> RunDir:
         """Make the directory, whole or not at all; `RunExistsError` where it exists."""
         refuse_existing(path)
-        draft = path.with_name(f".{path.name}.draft")
+        draft = path.with_name(f".{path.name}.{os.getpid()}.draft")  # another process may be making it, too
         shutil.rmtree(draft, ignore_errors=True)
         new = [parent for parent in path.parents if not parent.exists()]
         try:
@@ -101,6 +103,7 @@ class RunDir:
             with suppress(OSError):
                 for parent in new:
                     parent.rmdir()
+            refuse_existing(path)
             raise _cannot_make(path, str(error)) from error
         return RunDir(path)
 
@@ -133,7 +136,9 @@ class RunDir:
     def tree(self) -> dict[str, Any]:
         """`resolved.yaml` as a plain tree. Raises `ResumeError` where its values were edited."""
         file = self.path / "resolved.yaml"
-        tree, (_, found, seal) = read_yaml(file), file.read_text(encoding="utf-8").rpartition(SEAL)
+        with blamed(f"{file} cannot be read", ResumeError, "restore it, or start a new run"):
+            text = file.read_text(encoding="utf-8")  # once: a run that goes on may replace it meanwhile
+            tree, (_, found, seal) = dict(parse(text, str(file))), text.rpartition(SEAL)
         if found and seal.split()[:1] != [_seal(tree)]:
             raise ResumeError(
                 f"{file} was edited: its values are not those that the run wrote there",
@@ -202,15 +207,15 @@ class RunDir:
         folder = self.path / "checkpoints" / f"step_{step:06d}"
         with _writing(step):
             write_durably(draft / "ledger.json", json.dumps(ledger, sort_keys=True, separators=(",", ":")))
-            for file in draft.rglob("*"):
-                if file.is_file():
-                    flush(file)
-            files = _digests(draft)
+            files = sorted(file for file in draft.rglob("*") if file.is_file())
+            for file in files:
+                flush(file)
+            digests = _digests(draft, [str(file.relative_to(draft)) for file in files])
             if folder.exists():
                 (folder / "COMMIT").unlink(missing_ok=True)
                 shutil.rmtree(folder)
             os.rename(draft, folder)
-            write_durably(folder / "COMMIT", json.dumps({"step": step, "files": files}, indent=1) + "\n")
+            write_durably(folder / "COMMIT", json.dumps({"step": step, "files": digests}, indent=1) + "\n")
             flush(folder.parent)
         return Checkpoint(step, folder)
 
@@ -223,16 +228,15 @@ def _seal(tree: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
 
 
-def _digests(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file but COMMIT, by name relative to `folder`."""
+def _digests(folder: Path, names: Sequence[str]) -> dict[str, str]:
+    """SHA-256 of these files of `folder`, by name."""
 
-    def digest(file: Path) -> str:
-        with open(file, "rb") as opened:
-            return hashlib.file_digest(opened, "sha256").hexdigest()
+    def digest(name: str) -> str:
+        with open(folder / name, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
 
-    files = sorted(file for file in folder.rglob("*") if file.is_file() and file.name != "COMMIT")
     with ThreadPoolExecutor() as threads:  # hashing leaves the interpreter to others
-        return {str(f.relative_to(folder)): found for f, found in zip(files, threads.map(digest, files), strict=True)}
+        return dict(zip(names, threads.map(digest, names), strict=True))
 
 
 def _writing(step: int) -> AbstractContextManager[None]:
@@ -307,15 +311,16 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) -> 
     keys = [k for k in sorted(before.keys() | after.keys()) if before.get(k, absent) != after.get(k, absent)]
     differences = {key: (before.get(key), after.get(key)) for key in keys}
     refused = {k: v for k, v in differences.items() if not any(re.fullmatch(p, k) for p in MAY_CHANGE)}
-    if "run.steps" in differences and after["run.steps"] < before["run.steps"]:
-        refused["run.steps"] = differences["run.steps"]
+    for key in [key for key in differences if re.fullmatch(rf"run\.steps|{_DEADLINES}", key)]:
+        if not before.get(key, 0) < after.get(key, 0):
+            refused[key] = differences[key]
     if refused:
         rows = "; ".join(f"{k}: was {json.dumps(was)}, now {json.dumps(now)}" for k, (was, now) in refused.items())
         raise ResumeError(
             f"{path} was started with another configuration: {rows}",
             fix="take the old values (`miles run RUN --resume` does), or start a new run. What may change: launcher, "
-            "trackers, eval, run.steps (upwards) and .checkpoint_every/threads/name/dir, schedule.samplers and "
-            ".max_leases_per_slot, deadlines, sync.min_engines, count and gpus of engines, ranks and gpus_per_rank of "
-            "the backend",
+            "trackers, eval, run.steps (upwards) and .checkpoint_every/threads/name/dir, deadlines (upwards), "
+            "schedule.samplers and .max_leases_per_slot, sync.min_engines, count and gpus of engines, ranks and "
+            "gpus_per_rank of the backend",
         )
     return differences

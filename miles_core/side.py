@@ -64,7 +64,7 @@ class Side:
         fix = f"raise schedule.max_leases_per_slot, or loosen what rejects them or give other tasks {NEW_RUN}"
         if all(examples.values()):
             fix = "mend the reward or environment, which failed every time (events.jsonl has each failed episode)"
-            if re.search("deadline|Timeout", told):
+            if re.search("passed its deadline|TimeoutError", told):
                 fix += "; if it is only slow, raise the deadline that passed (schedule.episode_deadline_s, or its own)"
         raise StarvedError(
             f"slot {slot} of policy {self.name!r} used {reasons.total()} leases and none could be trained: {told}",

@@ -233,8 +233,9 @@ def test_the_lock_says_everything_that_differs(compose, plugins):
         "acme-gone 1 is not installed"
     )
     assert error.value.fix == (
-        "install what the lock names, or go on with what is installed in a new run that starts from this one "
-        "(run.name=NEW model.source=RUN); RUN@STEP starts from another checkpoint than its best or latest"
+        "install what the lock names, or go on with what is installed in a new run from a checkpoint of this one "
+        "(run.name=NEW model.source=RUN model.architecture=null); RUN@STEP starts from another checkpoint than its "
+        "best or latest"
     )
 
 

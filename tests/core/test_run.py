@@ -8,7 +8,12 @@ from miles_core import run as run_module
 from miles_core.errors import CheckpointError, ResumeError, RunExistsError, RunNotFoundError
 from miles_core.run import RunDir, annotated_yaml, check_resume, write_durably
 
-TREE = {"run": {"name": "a", "steps": 3}, "optimizer": {"lr": 1e-06}, "env": {"use": "x", "stop": ["\n", "#"]}}
+ODD = [0.1, -0.0, float("inf"), [None, {"a b": float("-inf"), "c": "# sha256 of these values: x"}], 2**70, "é\u2028"]
+TREE = {
+    "run": {"name": "a", "steps": 3},
+    "optimizer": {"lr": 1e-06},
+    "env": {"use": "x", "stop": ["\n", "#"], "odd": ODD, "nothing": {}, "a.b": {"#": [[]]}},
+}
 
 
 @pytest.fixture
@@ -113,6 +118,7 @@ def test_resume_differences(tmp_path):
         ("policies.a.schedule.max_leases_per_slot", True),
         ("sync.min_engines", True),
         ("schedule.max_staleness", False),
+        ("model.architecture.deadline_s", False),
         ("sync.verify", False),
         ("env.delay_s", False),
         ("optimizer.lr", False),
@@ -126,9 +132,31 @@ def test_only_patience_may_change_on_a_resume(tmp_path, path, may):
 
     if may:
         assert check_resume(tree(1), tree(2), tmp_path) == {path: (1, 2)}
+        if path.endswith("deadline_s"):
+            with pytest.raises(ResumeError, match=f"{path}: was 2, now 1"):
+                check_resume(tree(2), tree(1), tmp_path)
     else:
         with pytest.raises(ResumeError, match=f"{path}: was 1, now 2"):
             check_resume(tree(1), tree(2), tmp_path)
+
+
+def test_two_processes_that_make_one_directory_do_not_disturb_each_other(tmp_path, monkeypatch):
+    made = RunDir.write_config
+
+    def meanwhile(self, tree, origins, lock):
+        monkeypatch.setattr(RunDir, "write_config", made)
+        monkeypatch.setattr("miles_core.run.os.getpid", lambda: -1)
+        RunDir.create(tmp_path / "c", TREE, {}, {})
+        made(self, tree, origins, lock)
+
+    monkeypatch.setattr(RunDir, "write_config", meanwhile)
+    with pytest.raises(RunExistsError, match="c exists"):
+        RunDir.create(tmp_path / "c", TREE, {}, {})
+    assert (
+        sorted(p.name for p in (tmp_path / "c").iterdir() if p.is_dir())
+        == "checkpoints journal rollouts weights".split()
+    )
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
 
 
 def test_a_run_directory_appears_whole_or_not_at_all(tmp_path, monkeypatch):

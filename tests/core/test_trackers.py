@@ -177,8 +177,8 @@ def test_failures_of_an_evaluation_are_told_in_its_line():
     tracker.metrics(2, "eval", {"reward": (1.0, 4.0), "failed_episodes": (0.0, 1.0)}, "main")
     said = out.getvalue().splitlines()[2:]
     assert said == [
-        "evaluation after 1 step (greedy): reward 0.000, 4 of 4 episodes FAILED: reward is nan",
-        "evaluation after 2 steps (greedy): reward 0.250",
+        "evaluation after 1 step (greedy, 4 tasks): reward 0.000, 4 of 4 episodes FAILED: reward is nan",
+        "evaluation after 2 steps (greedy, 4 tasks): reward 0.250",
     ]
 
 

@@ -78,6 +78,9 @@ KEYS = [
     ("MILES-E102", ["env.delay_s is 'long'"], "env.delay_s=long"),
     ("MILES-E102", ["model.alphabet", "quote it"], "model={use: toy, tokenizer: toy, alphabet: 0123}"),
     ("MILES-E103", ["run.steps is 0", "at least 1"], "run.steps=0"),
+    ("MILES-E103", ["optimizer.max_grad_norm is 0", "at least 1e-30"], "optimizer.max_grad_norm=0"),
+    ("MILES-E103", ["optimizer.beta1 is 1"], "optimizer.beta1=1"),
+    ("MILES-E903", ["cannot be made", "too long"], f"run.name={'x' * 300}"),
     ("MILES-E103", ["env.tasks is 1", "at least 5"], "env.tasks=1"),
     ("MILES-E103", ["rollout.temperature is 0", "above 0", "eval.temperature: 0"], "rollout.temperature=0"),
     ("MILES-E103", ["rollout.top_p is 0"], "rollout.top_p=0"),
@@ -361,6 +364,12 @@ def test_a_row_without_the_needed_field_names_file_and_line(rows, row, words):
 ROWS_FOR_A_MODEL = [
     ('{"prompt": "1é2>", "answer": "2"}', "MILES-E800", ["character 'é'", "not in model.alphabet"], ()),
     (f'{{"prompt": "{"1" * 70}>", "answer": "2"}}', "MILES-E800", ["71 tokens", "'local' takes at most 63"], ()),
+    (
+        f'{{"prompt": "12>", "answer": "{"1" * 61}"}}',
+        "MILES-E800",
+        ["65 tokens", "the model takes at most 64"],
+        ("algorithm=sft", "schedule.group_size=1"),
+    ),
     ('{"prompt": [{"role": "user", "content": "1>"}], "answer": "2"}', "MILES-E111", ["no chat template"], ()),
     (
         '{"prompt": "12>", "answer": "é"}',

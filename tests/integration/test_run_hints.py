@@ -34,6 +34,14 @@ def test_what_of_a_preset_was_set_by_the_user_is_said(miles):
     assert said.code == 0 and "toy on toy, 2 x 2 a step" in said.out + said.err
 
 
+@pytest.mark.parametrize("decay", ["linear", "constant"])
+def test_a_resume_with_more_steps_says_that_it_stretches_the_learning_rate(miles, decay):
+    assert miles("run", "toy.yaml", *SMALL, f"optimizer.decay={decay}").code == 0
+    said = miles("run", str(RUN), "--resume", "run.steps=5")
+    told = "the learning rate decays over 5 steps from here on; it did over 3"
+    assert said.code == 0 and (told in said.err) == (decay == "linear")
+
+
 def test_hints_are_quoted_for_the_shell(miles):
     said = miles("run", "toy.yaml", *SMALL, "run.dir=my runs/a")
     assert said.code == 0 and "miles show 'my runs/a'" in said.err

@@ -168,7 +168,7 @@ def test_a_reward_that_leaves_is_a_failed_episode(miles, monkeypatch):
     said = miles("run", "toy.yaml", *SMALL, "eval={every: 1, tasks: 4}", "trackers={console: {}, jsonl: {}}")
     stopped(said, "MILES-E304", "SystemExit: 3")
     assert "never retrieved" not in said.err
-    assert "evaluation after 0 steps (greedy): reward 0.000" in said.out
+    assert "evaluation after 0 steps (greedy, 4 tasks): reward 0.000" in said.out
     assert "4 of 4 episodes FAILED: task " in said.out
 
 

@@ -92,8 +92,6 @@ def constant_length(keys: AlgorithmKeys, max_new_tokens: int | None) -> int:
     """L of the aggregation `constant`; `CombinationError` where neither the config nor an engine gives one."""
     length = keys.constant_length or max_new_tokens
     if not length:
-        raise CombinationError(
-            "aggregation 'constant' divides by a length; algorithm.constant_length is null and nothing samples",
-            fix="set algorithm.constant_length",
-        )
+        what = "aggregation 'constant' divides by a length; algorithm.constant_length is null and nothing samples"
+        raise CombinationError(what, fix="set algorithm.constant_length")
     return length

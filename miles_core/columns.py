@@ -163,10 +163,8 @@ class Batch:
             if spec is None:
                 raise RecordError(f"column {name!r} was never declared", fix="declare it with a ColumnSpec")
             if len(value) != self.rows(spec.level):
-                raise RecordError(
-                    f"column {name!r} has {len(value)} rows; the batch has {self.rows(spec.level)} {spec.level}s",
-                    fix="return one row per " + spec.level,
-                )
+                what = f"column {name!r} has {len(value)} rows; the batch has {self.rows(spec.level)} {spec.level}s"
+                raise RecordError(what, fix="return one row per " + spec.level)
             merged[name] = np.asarray(value, dtype=spec.dtype)
         return replace(self, columns=merged, specs=known)
 
@@ -289,15 +287,11 @@ def _rows(trajectory: Trajectory, spec: ColumnSpec) -> Array:
     """What one trajectory has of a column: a row a unit, one row, or any number of items."""
     value = trajectory.columns.get(spec.name)
     if isinstance(value, Ref):
-        raise RecordError(
-            f"column {spec.name!r} of {trajectory.id!r} is a reference that nothing resolved",
-            fix="resolve references on the rank before collating",
-        )
+        what = f"column {spec.name!r} of {trajectory.id!r} is a reference that nothing resolved"
+        raise RecordError(what, fix="resolve references on the rank before collating")
     if value is None and spec.level == Level.UNIT and spec.required:
-        raise RecordError(
-            f"trajectory {trajectory.id!r} lacks column {spec.name!r}, which others have",
-            fix="give the column in every trajectory, or declare it with required=False",
-        )
+        what = f"trajectory {trajectory.id!r} lacks column {spec.name!r}, which others have"
+        raise RecordError(what, fix="give the column in every trajectory, or declare it with required=False")
     if value is None:
         return _absent(spec, {Level.UNIT: trajectory.length, Level.TRAJECTORY: 1}.get(spec.level, 0))
     array = np.asarray(value, dtype=spec.dtype)

@@ -61,10 +61,8 @@ def check_product(loaded: Loaded, place: Place, product: Any) -> None:
     protocol = PROTOCOLS.get((loaded.kind, place))
     if protocol is None:
         places = ", ".join(p.value for kind, p in PROTOCOLS if kind == loaded.kind)
-        raise PluginContractError(
-            f"{loaded} was built at place {place.value!r}; a {loaded.kind} plugin is built at: {places}",
-            fix="build it at one of these places",
-        )
+        what = f"{loaded} was built at place {place.value!r}; a {loaded.kind} plugin is built at: {places}"
+        raise PluginContractError(what, fix="build it at one of these places")
     if wrong := [*_wrong(protocol, product), *(_unknown_methods(product) if loaded.kind == "extension" else ())]:
         raise PluginContractError(
             f"{loaded} built a {type(product).__name__} at place {place.value!r}, which is no "
@@ -213,10 +211,8 @@ def plugin_lock(parts: Iterable[Part], catalogue: Catalogue) -> dict[str, Any]:
 def check_lock(lock: Mapping[str, Any], catalogue: Catalogue) -> None:
     """Raise `LockError` with every difference between `lock` and what is installed here."""
     if lock.get("format") != 1:
-        raise LockError(
-            f"the plugin lock has format {lock.get('format')!r}; miles-core {__version__} reads format 1",
-            fix="use the miles-core that wrote it",
-        )
+        what = f"the plugin lock has format {lock.get('format')!r}; miles-core {__version__} reads format 1"
+        raise LockError(what, fix="use the miles-core that wrote it")
     installed = {entry.distribution: entry.version for entry in catalogue.entries()} | {CORE: __version__}
     wrong = []
     for name, locked in lock["distributions"].items():

@@ -28,7 +28,7 @@ from miles_core.learner import Learner
 from miles_core.ledger import Ledger
 from miles_core.passes import CALL_TIMEOUT_S, Trainer, with_finite
 from miles_core.pool import Pool
-from miles_core.prepare import Parts, Prepared, check_lengths, sampling_of
+from miles_core.prepare import Parts, Prepared, check_lengths, check_outputs, sampling_of
 from miles_core.provider import Place
 from miles_core.publish import Publisher, Publishers
 from miles_core.records import Group, Metric, Version, group_id
@@ -160,6 +160,9 @@ async def _policy(prepared: Prepared, policy: Policy, trainer: Trainer) -> Polic
         part.columns,
         max_new_tokens=None if sampling is None else sampling.max_new_tokens,
         scorers={**parts.scorers, **judges},
+    )
+    check_outputs(
+        prepared.wiring.sources[policy.name], [*learner.outputs, *(o for term in terms for o in term.outputs)]
     )
     for judge in judges.values():
         judge.k = max((output.k for output in learner.outputs if output.role == judge.role), default=0)

@@ -199,10 +199,8 @@ class Learner:
             if result.skipped:
                 skipped += 1
             elif not np.isfinite(result.grad_norm):
-                raise LearnerError(
-                    f"step {batch.step}, update {update}: the gradient norm is {result.grad_norm}",
-                    fix=f"take a lower optimizer.lr, or set optimizer.max_grad_norm, {NEW_RUN}",
-                )
+                what = f"step {batch.step}, update {update}: the gradient norm is {result.grad_norm}"
+                raise LearnerError(what, fix=f"take a lower optimizer.lr, or set optimizer.max_grad_norm, {NEW_RUN}")
             else:
                 norms.append(float(result.grad_norm))
                 self.changed |= bool(live & self._moving)

@@ -17,7 +17,15 @@ from miles_core.compatibility import match_capabilities, plugin_lock
 from miles_core.config.binding import bind, join
 from miles_core.config.schema import Part
 from miles_core.config.source import RunLoader, resolve_source
-from miles_core.errors import DataError, LateDataError, ModelSourceError, PluginContractError, ResumeError, blamed
+from miles_core.errors import (
+    CombinationError,
+    DataError,
+    LateDataError,
+    ModelSourceError,
+    PluginContractError,
+    ResumeError,
+    blamed,
+)
 from miles_core.provider import Place
 from miles_core.records import Sampling
 from miles_core.sampler import SamplingPolicy
@@ -27,6 +35,7 @@ from miles_core.wiring import Wiring, sources_of
 if TYPE_CHECKING:
     from miles_core.config.schema import Policy, RunFile
     from miles_core.contracts.engine import Engine
+    from miles_core.contracts.learning import Output
     from miles_core.contracts.model import ModelSource
     from miles_core.discovery import Catalogue
     from miles_core.passes import Stages
@@ -121,10 +130,8 @@ def column_specs(stages: Stages, extensions: tuple[Any, ...]) -> dict[str, Colum
     declared += [(f"extension {e.name!r}", spec) for e in extensions for spec in e.columns]
     for owner, spec in declared:
         if specs.setdefault(spec.name, spec) != spec:
-            raise PluginContractError(
-                f"{owner} declares column {spec.name!r} as {spec}; it is already declared as {specs[spec.name]}",
-                fix="use the declared shape, or another name with the plugin's own prefix",
-            )
+            what = f"{owner} declares column {spec.name!r} as {spec}; it is already declared as {specs[spec.name]}"
+            raise PluginContractError(what, fix="use the declared shape, or another name with the plugin's own prefix")
     return specs
 
 
@@ -245,12 +252,25 @@ def check_lengths(wiring: Wiring, parts: Parts, engines: Iterable[Engine]) -> No
                 )
 
 
+def check_outputs(sources: Mapping[str, ModelSource], outputs: Iterable[Output]) -> None:
+    """Refuse more of a role's likeliest tokens than its vocabulary has. Raises `CombinationError`."""
+    for output in outputs:
+        size = vocabulary_size(sources[output.role]) if output.role in sources else None
+        if size is not None and output.k > size:
+            what = f"the {output.k} likeliest tokens of role {output.role!r} are asked for, and its model has {size}"
+            raise CombinationError(what, fix=f"write {size} or less (`k` of what learns from it)")
+
+
 def _fits(model: ModelSource, renderer: Any, task: str, ids: Sequence[int]) -> None:
     """Refuse a tokenizer whose ids the model has no embedding for."""
     size = vocabulary_size(model)
     largest = max([*ids, *renderer.stop_ids], default=0)
     if model.folder is None and model.tokenizer_folder is None:  # drawn for this tokenizer: all of it must fit
         largest = max(largest, renderer.tokenizer.vocab_size - 1)
+    for key in [key for key in model.architecture if key.endswith("_token_id")]:
+        if size is not None and isinstance(found := model.architecture[key], int) and found >= size:
+            what = f"model.architecture.{key} is {found}, and its vocab_size is {size}"
+            raise ModelSourceError(what, fix="write the tokenizer's id, or leave it out")
     if size is not None and largest >= size:
         raise ModelSourceError(
             f"the tokenizer of model {model.asked!r} has id {largest} (task {task!r}), and the model's vocab_size is "

@@ -397,10 +397,8 @@ def _failed(shared: _Shared, member: int, why: str) -> Episode:
 def _finished(shared: _Shared, member: int, trajectories: tuple[Trajectory, ...], score: Score) -> Episode:
     task, name = shared.lease.task.id, shared.names[member]
     if not isinstance(score, Score):
-        raise RewardError(
-            f"environment of task {task!r} returned {type(score).__name__} in place of a Score",
-            fix="return miles_core.records.Score(reward=…)",
-        )
+        what = f"environment of task {task!r} returned {type(score).__name__} in place of a Score"
+        raise RewardError(what, fix="return miles_core.records.Score(reward=…)")
     reward, components = score.reward, score.components
     if components or type(reward) is not float or not math.isfinite(reward):  # all is well with most
         if reward is not None or shared.policy.rewarded:
@@ -434,10 +432,8 @@ def demonstrations(policy: SamplingPolicy, task: Task, attempt: int, group_size:
     (`preference` +1), the second as rejected (-1). Raises `LateDataError` where the task has too few.
     """
     if len(task.demonstrations) < group_size:
-        raise LateDataError(
-            f"task {task.id!r} has {len(task.demonstrations)} demonstrations; {group_size} are needed",
-            fix="give every row its demonstrations, or choose an algorithm that samples",
-        )
+        what = f"task {task.id!r} has {len(task.demonstrations)} demonstrations; {group_size} are needed"
+        raise LateDataError(what, fix="give every row its demonstrations, or choose an algorithm that samples")
     group = group_id(task.id, attempt)
     if group_size == 1:
         chosen = [(task.demonstrations[attempt % len(task.demonstrations)], 0)]

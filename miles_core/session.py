@@ -139,10 +139,8 @@ class Session:
             prompt = self.prompt if len(new) == 0 else (new if isinstance(new, str) else tuple(new))
             return np.asarray(self.renderer.prompt(prompt), np.int32)
         if not 0 <= parent < len(self._nodes):
-            raise RecordError(
-                f"session {self.id!r} has no turn {parent}; it has {len(self._nodes)}",
-                fix="pass a Turn.node of this session",
-            )
+            what = f"session {self.id!r} has no turn {parent}; it has {len(self._nodes)}"
+            raise RecordError(what, fix="pass a Turn.node of this session")
         node = self._nodes[parent]
         if node.completion.finish != Finish.STOP:
             ended = f"turn {parent} ended with {str(node.completion.finish)!r} and cannot be extended"

@@ -42,10 +42,8 @@ def piece_of(array: Any, piece: Piece) -> Any:
 def piece_digests(spec: TensorSpec, array: Array) -> tuple[str, ...]:
     """One digest per piece of `spec`, from a NumPy array that holds the whole tensor."""
     if array.shape != spec.shape:
-        raise WeightError(
-            f"tensor {spec.name!r} has shape {list(array.shape)}; its spec says {list(spec.shape)}",
-            fix="export the shape that the dry pass announced",
-        )
+        what = f"tensor {spec.name!r} has shape {list(array.shape)}; its spec says {list(spec.shape)}"
+        raise WeightError(what, fix="export the shape that the dry pass announced")
     return tuple(digest(array_bytes(piece_of(array, piece) if spec.pieces else array)) for piece in spec.boxes())
 
 
@@ -75,10 +73,8 @@ def make_manifest(
     for spec in tensors:
         found = len(digests.get(spec.name, ()))
         if found != len(spec.boxes()):
-            raise WeightError(
-                f"tensor {spec.name!r} of {version} has {len(spec.boxes())} pieces and {found} digests",
-                fix="digest every piece while staging",
-            )
+            what = f"tensor {spec.name!r} of {version} has {len(spec.boxes())} pieces and {found} digests"
+            raise WeightError(what, fix="digest every piece while staging")
     return Manifest(
         version=version,
         tensors=tuple(tensors),

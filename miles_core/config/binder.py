@@ -74,10 +74,8 @@ class Binder:
         if "policies" not in draft:
             return {"main": self.policy("main", draft, "")}
         if beside := next((key for key in POLICY_KEYS if key in draft), ""):
-            raise CombinationError(
-                f"{beside!r} stands beside `policies`; each policy has its own",
-                fix=f"move it to policies.<name>.{beside}",
-            )
+            what = f"{beside!r} stands beside `policies`; each policy has its own"
+            raise CombinationError(what, fix=f"move it to policies.<name>.{beside}")
         scopes = sections(draft, "policies")
         if not scopes:
             raise ConfigError("`policies` names no policy", fix="add one, or use the singular sections")
@@ -126,10 +124,8 @@ class Binder:
             role = bind(RoleConfig, values, path)
             its_own = role.update == "trained" and name != "actor"
             if "optimizer" in values and not its_own:
-                raise CombinationError(
-                    f"{path}.optimizer is given, but its update is {role.update.value!r}",
-                    fix=f"remove it, or write {path}.update: trained",
-                )
+                what = f"{path}.optimizer is given, but its update is {role.update.value!r}"
+                raise CombinationError(what, fix=f"remove it, or write {path}.update: trained")
             self.note(path, {k: v for k, v in plain(role).items() if k != "optimizer" or its_own})
             roles[name] = replace(role, optimizer=optimizer) if name == "actor" else role
         return roles
@@ -156,10 +152,8 @@ class Binder:
             if found:
                 parts[field] = Frozen(found)
         if "loss" not in parts and all(p.kind != "term" for p in parts.get("distill", {}).values()):
-            raise ConfigError(
-                f"{path} has no loss; installed presets: {self.catalogue.installed('algorithm')}",
-                fix=f"write `{path}: {{use: …}}`, or give it a loss",
-            )
+            what = f"{path} has no loss; installed presets: {self.catalogue.installed('algorithm')}"
+            raise ConfigError(what, fix=f"write `{path}: {{use: …}}`, or give it a loss")
         return Algorithm(preset=preset or "", keys=keys, parts=Frozen(parts))
 
     def needed(self, scope: Tree, at: str, key: str) -> Part:
@@ -174,10 +168,8 @@ class Binder:
     def one_or_many(self, scope: Tree, at: str, one: str, many: str) -> dict[str, Part]:
         """The instances of a plural section, or of its singular form."""
         if isinstance(scope.get(one), dict) and sections(scope, many):
-            raise CombinationError(
-                f"{join(at, one)} and {join(at, many)} stand side by side",
-                fix=f"name every instance in {join(at, many)}",
-            )
+            what = f"{join(at, one)} and {join(at, many)} stand side by side"
+            raise CombinationError(what, fix=f"name every instance in {join(at, many)}")
         return self.parts(scope, at, one) or self.parts(scope, at, many)
 
     def parts(self, scope: Tree, at: str, key: str) -> dict[str, Part]:
@@ -209,10 +201,8 @@ class Binder:
             raise type(error)(f"{at}: {error.message}", fix=error.fix) from error.__cause__
         field, its_own = above.rpartition(".")[2] if instance else key, loaded.provider.field
         if kind in ("stage", "term") and its_own != schema.FIELD_OF_PROVIDER.get(field, field):
-            raise CombinationError(
-                f"{at}: the {kind} {use!r} stands in {its_own!r}, not in {field!r}",
-                fix=f"move it to algorithm.{its_own}, or choose another {kind}",
-            )
+            what = f"{at}: the {kind} {use!r} stands in {its_own!r}, not in {field!r}"
+            raise CombinationError(what, fix=f"move it to algorithm.{its_own}, or choose another {kind}")
         core_type = None if field == "corrections" else layers.CORE_KEYS.get(kind)
         core, options = self.shared(core_type, loaded, section, at)
         return Part(kind=kind, name=key if instance else use, use=use, options=options, core=core, at=at)

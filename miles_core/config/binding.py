@@ -94,10 +94,8 @@ def check_keys(path: str, keys: Iterable[str], known: Sequence[str]) -> None:
         word, colon, _ = key.partition(":")
         if colon and word in (*known, "use"):
             meant = f"a space after the colon: {key.replace(':', ': ', 1)}"
-        raise UnknownKeyError(
-            f"{at} is no known key; {path or 'a run file'} has: {', '.join(sorted(known))}",
-            fix=f"write {meant}, if that was meant" if meant else f"remove {at}",
-        )
+        what = f"{at} is no known key; {path or 'a run file'} has: {', '.join(sorted(known))}"
+        raise UnknownKeyError(what, fix=f"write {meant}, if that was meant" if meant else f"remove {at}")
 
 
 def convert(hint: Any, value: Any, path: str) -> Any:
@@ -134,7 +132,7 @@ def convert(hint: Any, value: Any, path: str) -> Any:
             fix="use bool, int, float, str, Path, enums, Literal, list, tuple[T, ...], dict[str, T] or dataclasses",
         )
     asked, words = annotation(hint), [str(word) for word in choices]
-    fix = f"write {'an' if asked[0] in 'aeiou' else 'a'} {asked}"
+    fix = "write true or false" if asked == "bool" else f"write {'an' if asked[0] in 'aeiou' else 'a'} {asked}"
     if words:
         fix = f"write {path}: {close(str(value), words) or words[0]}"
     elif asked == "str" and type(value) in (int, float, bool):

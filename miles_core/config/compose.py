@@ -99,10 +99,8 @@ def _over_preset(section: Tree, path: str, catalogue: Catalogue, above: tuple[st
     built = loaded.build(given, None)  # a preset is a pure function of its options
     stray = [key for key in built if key not in ALGORITHM_KEYS] if isinstance(built, Mapping) else [built]
     if stray:
-        raise PluginContractError(
-            f"the preset {name!r} gives {', '.join(map(repr, stray))}; a preset gives a mapping of `algorithm` keys",
-            fix=f"give only: {', '.join(sorted(ALGORITHM_KEYS))}",
-        )
+        what = f"the preset {name!r} gives {', '.join(map(repr, stray))}; a preset gives a mapping of `algorithm` keys"
+        raise PluginContractError(what, fix=f"give only: {', '.join(sorted(ALGORITHM_KEYS))}")
     below = layer(built, f"preset {name}", path=path)
     below = _over_preset(below, path, catalogue, (*above, name))
     below.pop("use", None)

@@ -80,7 +80,7 @@ def _model(policy: Policy, run_file: RunFile, catalogue: Catalogue) -> Wrong:
     if (keys.source is None) == (keys.architecture is None):
         given = "neither" if keys.source is None else "both"
         wrong = f"{at} gives {given} of source and architecture; a model comes from exactly one"
-        yield wrong, f"write {at}.source: FOLDER, or {at}.architecture: {{…}} to draw one at random; not both"
+        yield wrong, f"write {at}.source: FOLDER, or {at}.architecture: {{…}} to draw one; null takes one of them away"
     if keys.architecture is not None:
         if not keys.architecture.get("model_type"):
             yield f"{at}.architecture has no model_type", f"add {at}.architecture.model_type, e.g. qwen3"

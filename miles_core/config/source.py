@@ -62,10 +62,8 @@ def resolve_source(
     else:
         folder = _folder(asked, path, base, catalogue) or _from_hub(asked, deadline_s)
     if not (folder / "config.json").is_file():
-        raise ModelSourceError(
-            f"model.source {asked!r} was resolved to {folder}, which has no config.json",
-            fix="name a source that holds a whole model in Hugging Face format",
-        )
+        what = f"model.source {asked!r} was resolved to {folder}, which has no config.json"
+        raise ModelSourceError(what, fix="name a source that holds a whole model in Hugging Face format")
     from_run = "" if run is None else str(run) if step is None else f"{run}@{step}"
     source = ModelSource(asked=asked, folder=folder, from_run=from_run)
     return _with_tokenizer(source, keys.tokenizer, base, catalogue)

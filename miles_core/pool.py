@@ -148,11 +148,11 @@ class Pool:
     async def hold(self, name: str, mode: PauseMode) -> None:
         """Pause a member for an update. Where its requests end (`abort`), they wait here and go on afterwards."""
         self._members[name].held = True
-        await self._members[name].engine.pause(mode)
+        await contained(self._members[name].engine.pause(mode))
 
     async def release(self, name: str) -> None:
         """Let a held member sample again."""
-        await self._members[name].engine.resume()
+        await contained(self._members[name].engine.resume())
         self._members[name].held = False
         self._wake()
 
@@ -296,7 +296,7 @@ class Pool:
                 if call.member:
                     by_member.setdefault(call.member, []).append(request_id)
         self._wake()
-        await asyncio.gather(*(self._members[name].engine.abort(found) for name, found in by_member.items()))
+        await asyncio.gather(*(contained(self._members[name].engine.abort(found)) for name, found in by_member.items()))
 
     def _candidates(self, policy: str) -> list[str]:
         """The members among those with the policy's newest version that take requests."""

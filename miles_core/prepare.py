@@ -236,19 +236,21 @@ def _refuse_other(tasks: Mapping[str, str], begun: Mapping[str, str]) -> None:
 
 
 def check_lengths(wiring: Wiring, parts: Parts, engines: Iterable[Engine]) -> None:
-    """Refuse tasks that are known to be longer (`TaskSource.longest`) than an engine takes (`Engine.longest_prompt`)
-    or, where they are demonstrated, than the model has positions for. Raises `DataError`."""
-    of_engines = [(engine.longest_prompt, repr(engine.name)) for engine in engines if hasattr(engine, "longest_prompt")]
+    """Refuse prompts that are known to be longer (`TaskSource.longest`) than an engine takes (`Engine.longest_prompt`),
+    and demonstrations (`longest_shown`) than the model has positions for. Raises `DataError`."""
+    limits = [(engine.longest_prompt, repr(engine.name)) for engine in engines if hasattr(engine, "longest_prompt")]
+    of_engine = min(limits, default=(math.inf, ""))
     for policy, sampling in parts.sampling.items():
         of_model = (longest_text(wiring.sources[policy]["actor"]) or math.inf, "the model")
-        most, who = min(of_engines, default=(math.inf, "")) if sampling.rewarded else of_model
-        splits = ["train", "eval"] if wiring.run.eval.every is not None else ["train"]
-        for name, split in product(sampling.envs, splits):
-            tokens, where = getattr(sampling.envs[name].tasks(split), "longest", None) or (0, "")
+        asked = [("train", "longest", *of_engine) if sampling.rewarded else ("train", "longest_shown", *of_model)]
+        asked += [("eval", "longest", *of_engine)] if wiring.run.eval.every is not None else []
+        for name, (split, what, most, who) in product(sampling.envs, asked):
+            tokens, where = getattr(sampling.envs[name].tasks(split), what, None) or (0, "")
             if tokens > most:
                 raise DataError(
                     f"environment {name!r}: {where}: a text of {tokens} tokens; {who} takes at most {most}",
-                    fix="shorten or remove it, or let longer ones in where that can be (max_length of an engine)",
+                    fix="shorten or remove it"
+                    + (", or let the engine take longer ones (max_length of `local`)" if what == "longest" else ""),
                 )
 
 

@@ -38,7 +38,7 @@ from miles_core.files import flush
 
 SEAL = "# sha256 of these values: "
 
-_DEADLINES = r"((policies\.[^.]+\.)?(schedule|env|envs\.[^.]+)|sync|rollout|engines\.[^.]+)\.[a-z_]*deadline_s"
+_DEADLINES = r"(?!.*\.architecture\.).*deadline_s"
 #: What may change on `--resume` (design §6, decision 0010), as patterns over dotted paths. Steps and deadlines grow.
 MAY_CHANGE = (
     r"(launcher|trackers|eval)(\..*)?",
@@ -312,7 +312,8 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) -> 
     differences = {key: (before.get(key), after.get(key)) for key in keys}
     refused = {k: v for k, v in differences.items() if not any(re.fullmatch(p, k) for p in MAY_CHANGE)}
     for key in [key for key in differences if re.fullmatch(rf"run\.steps|{_DEADLINES}", key)]:
-        if not before.get(key, 0) < after.get(key, 0):
+        was, now = differences[key]
+        if not (isinstance(was, int | float) and isinstance(now, int | float) and was < now):
             refused[key] = differences[key]
     if refused:
         rows = "; ".join(f"{k}: was {json.dumps(was)}, now {json.dumps(now)}" for k, (was, now) in refused.items())

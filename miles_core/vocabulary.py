@@ -54,18 +54,25 @@ def _tokens(source: ModelSource) -> dict[int, str] | None:
 
 def vocabulary_size(source: ModelSource) -> int | None:
     """`vocab_size` of the model's configuration, where it says one."""
-    return _said(source, "vocab_size")
+    return _number(source, "vocab_size")
 
 
 def longest_text(source: ModelSource) -> int | None:
-    """Tokens that the model has positions for, where its configuration says so."""
-    return _said(source, "max_position_embeddings")
+    """Tokens that the model has positions for, where its configuration says so and does not stretch them (YaRN, …)."""
+    stretched = [_said(source, key) or {} for key in ("rope_scaling", "rope_parameters")]
+    if any(rope.get("rope_type", rope.get("type", "default")) != "default" for rope in stretched):
+        return None
+    return _number(source, "max_position_embeddings")
 
 
-def _said(source: ModelSource, key: str) -> int | None:
-    config = source.architecture if source.folder is None else _read(source.folder / "config.json")
-    value = config.get(key) if isinstance(config, Mapping) else None
+def _number(source: ModelSource, key: str) -> int | None:
+    value = _said(source, key)
     return value if isinstance(value, int) else None
+
+
+def _said(source: ModelSource, key: str) -> Any:
+    config = source.architecture if source.folder is None else _read(source.folder / "config.json")
+    return config.get(key) if isinstance(config, Mapping) else None
 
 
 def _read(path: Path) -> Any:

@@ -55,8 +55,8 @@ async def close_all(closers: Iterable[Callable[[], Any]]) -> None:
         try:
             closing = close()
             if inspect.isawaitable(closing):
-                await asyncio.wait_for(closing, CLOSE_TIMEOUT_S)
-        except Exception as error:
+                await asyncio.wait_for(contained(closing), CLOSE_TIMEOUT_S)
+        except (Exception, SystemExit) as error:
             errors.append(error)
     if errors:
         raise errors[0]

@@ -39,8 +39,9 @@ LOUD = {
     "lease_dropped": "group dropped",
     "lease_stale": "group too old",
 }
-#: Of one kind of bad news, only so many lines a step; the rest is counted.
+#: Of one kind of bad news, only so many lines a step; the rest is counted. These are no bad news.
 LINES_A_KIND = 3
+ALL_TOLD = ("changed", "checkpoint")
 
 
 class Style(StrEnum):
@@ -122,9 +123,10 @@ class ConsoleTracker:
             self._eval_failure.setdefault(policy, str(fields.get("why")))
         elif kind in LOUD:
             self._loud[kind] = self._loud.get(kind, 0) + 1
-            if kind in ("changed", "checkpoint") or self._loud[kind] <= LINES_A_KIND:
+            if kind in ALL_TOLD or self._loud[kind] <= LINES_A_KIND:
                 told = ", ".join(f"{key} {value}" for key, value in fields.items() if key != "policy")
-                self._say(f"{self._whose(policy)}{LOUD[kind]}: {told}")
+                whose = self._whose(policy) if "policy" in fields else ""  # else it is the whole run's
+                self._say(f"{whose}{LOUD[kind]}: {told}")
 
     def close(self, status: str) -> None:
         for policy in self._held:
@@ -144,7 +146,7 @@ class ConsoleTracker:
         if not self._live and (step % self._every == 0 or step + 1 == self._steps):
             self._say(f"{self._whose(policy)}step {step + 1}/{self._steps}  {self._shown(held)}")
         for kind, count in self._loud.items():
-            if kind != "checkpoint" and count > LINES_A_KIND:
+            if kind not in ALL_TOLD and count > LINES_A_KIND:
                 self._say(f"{LOUD[kind]}: {count - LINES_A_KIND} more")
         self._loud.clear()
 

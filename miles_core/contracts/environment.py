@@ -24,9 +24,9 @@ class TaskSource(Protocol):
     finite sources wrap round (epoch = position // size, shuffled anew each epoch where they shuffle). The task's id is
     that of the underlying item: `<env>:<split>:<index>`. Core counts attempts per item as the epoch.
 
-    A source that has rendered its tasks beforehand may have an attribute `longest: tuple[int, str] | None`: the tokens
-    of the longest prompt (with its demonstration, where that is learnt from), and where it stands (file and line). It
-    is held against `Engine.longest_prompt`, or against the positions of the model.
+    A source that has rendered its tasks beforehand may have attributes `longest: tuple[int, str] | None`, the tokens of
+    the longest prompt and where it stands (file and line), and `longest_shown` alike, of a prompt with its
+    demonstration. They are held against `Engine.longest_prompt` and the positions of the model.
     """
 
     size: int | None

@@ -115,6 +115,8 @@ def test_resume_differences(tmp_path):
         ("schedule.stall_deadline_s", True),
         ("policies.a.schedule.episode_deadline_s", True),
         ("envs.mine.reward_deadline_s", True),
+        ("env.tool.deadline_s", True),
+        ("backend.deadline_s", True),
         ("policies.a.schedule.max_leases_per_slot", True),
         ("sync.min_engines", True),
         ("schedule.max_staleness", False),
@@ -132,9 +134,9 @@ def test_only_patience_may_change_on_a_resume(tmp_path, path, may):
 
     if may:
         assert check_resume(tree(1), tree(2), tmp_path) == {path: (1, 2)}
-        if path.endswith("deadline_s"):
-            with pytest.raises(ResumeError, match=f"{path}: was 2, now 1"):
-                check_resume(tree(2), tree(1), tmp_path)
+        for was, now in ((2, 1), (None, 1), (1, None), ("1m", "2m")) if path.endswith("deadline_s") else ():
+            with pytest.raises(ResumeError, match=f"{path}: was"):
+                check_resume(tree(was), tree(now), tmp_path)
     else:
         with pytest.raises(ResumeError, match=f"{path}: was 1, now 2"):
             check_resume(tree(1), tree(2), tmp_path)

@@ -365,12 +365,6 @@ def test_a_row_without_the_needed_field_names_file_and_line(rows, row, words):
 ROWS_FOR_A_MODEL = [
     ('{"prompt": "1é2>", "answer": "2"}', "MILES-E800", ["character 'é'", "not in model.alphabet"], ()),
     (f'{{"prompt": "{"1" * 70}>", "answer": "2"}}', "MILES-E800", ["71 tokens", "'local' takes at most 63"], ()),
-    (
-        f'{{"prompt": "12>", "answer": "{"1" * 61}"}}',
-        "MILES-E800",
-        ["65 tokens", "the model takes at most 64"],
-        ("algorithm=sft", "schedule.group_size=1"),
-    ),
     ('{"prompt": [{"role": "user", "content": "1>"}], "answer": "2"}', "MILES-E111", ["no chat template"], ()),
     (
         '{"prompt": "12>", "answer": "é"}',
@@ -393,6 +387,40 @@ def test_a_row_that_tokenizer_or_engine_cannot_take_names_file_and_line(bad, row
         evaluated = ("eval={every: 1}",) if eval_path else ()
         where = f"{eval_path or 'tasks.jsonl'}:{place}: "
         bad(code, [where, *words], env, *more, *evaluated, file="real.yaml")
+
+
+SHOWN = ("algorithm=sft", "schedule.group_size=1", "run.steps=1")
+ROPE = "{rope_type: yarn, factor: 4.0, original_max_position_embeddings: 64, rope_theta: 1e4}"
+
+
+@pytest.mark.parametrize(
+    ("held", "more", "said"),
+    [
+        ({"prompt": "1>", "answer": "1" * 90}, (), ""),  # it is sampled for, and compared; nobody learns from it
+        ({"prompt": "1" * 40 + ">", "answer": "1"}, ("rollout.max_length=32",), "held.jsonl:1: a text of 41 tokens"),
+    ],
+)
+def test_evaluations_of_demonstrated_algorithms_are_bounded_by_their_engine(miles, held, more, said):
+    Path("real.yaml").write_text(REAL)
+    Path("tasks.jsonl").write_text(GOOD)
+    Path("held.jsonl").write_text(json.dumps(held) + "\n")
+    env = "env={use: jsonl, path: tasks.jsonl, eval_path: held.jsonl}"
+    found = miles("run", "real.yaml", env, *SHOWN, "eval={every: 1}", *more)
+    assert (found.code, said in found.err) == (2 if said else 0, True), found.err
+    assert Path("runs").exists() != bool(said)
+
+
+def test_demonstrations_of_a_stretched_model_may_be_longer(miles):
+    Path("real.yaml").write_text(REAL)
+    Path("tasks.jsonl").write_text(json.dumps({"prompt": "1>", "answer": "1" * 90}) + "\n")
+    env = "env={use: jsonl, path: tasks.jsonl}"
+    refused(miles("run", "real.yaml", env, *SHOWN, "rollout=null", "sync=null"), "MILES-E800", "a text of 93 tokens")
+    assert (
+        miles(
+            "run", "real.yaml", env, *SHOWN, "rollout=null", "sync=null", f"model.architecture.rope_parameters={ROPE}"
+        ).code
+        == 0
+    )
 
 
 def test_an_empty_split(rows):

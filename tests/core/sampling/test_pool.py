@@ -215,7 +215,7 @@ def test_an_error_of_a_healthy_engine_surfaces_with_its_own_text():
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("where", ["start", "generate", "health"])
+@pytest.mark.parametrize("where", ["start", "generate", "health", "pause", "resume"])
 def test_an_engine_that_leaves_the_process_is_an_engine_that_failed(where):
     async def main():
         pool, engines, _ = make(count=1)
@@ -228,6 +228,9 @@ def test_an_engine_that_leaves_the_process_is_an_engine_that_failed(where):
         if where == "start":
             with pytest.raises(RuntimeError, match="SystemExit: 0"):
                 await pool.start(5)
+        elif where in ("pause", "resume"):
+            with pytest.raises(RuntimeError, match="SystemExit: 0"):
+                await (pool.hold("e0", "in_place") if where == "pause" else pool.release("e0"))
         elif where == "health":
             assert not (await pool.health("e0")).ok
         else:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from fsdp_support import batch_of, bound, make_backend, random_groups, weights
 
-from miles_backend_fsdp.optimizer import learning_rate, local
+from miles_backend_fsdp.optimizer import RoleOptimizer, learning_rate, local
 from miles_core.config.schema import Decay, OptimizerConfig
 from miles_core.errors import BackendError
 
@@ -67,6 +67,14 @@ def test_updates_equal_plain_adamw_with_clipping() -> None:
     for name, tensor in weights(backend).items():
         assert torch.allclose(tensor, plain[name], rtol=1e-5, atol=1e-7), name
     backend.close()
+
+
+def test_huge_weights_are_finite_weights() -> None:
+    module = torch.nn.Linear(2, 2)
+    torch.nn.init.constant_(module.weight, 1e25)  # whose squares are not finite in float32
+    optimizer = RoleOptimizer(module, OptimizerConfig(lr=1e-3), 2, 1)
+    module(torch.zeros(1, 2)).sum().backward()
+    assert optimizer.step("it") > 0 and optimizer.updates == 1
 
 
 def test_weights_that_are_not_finite_behind_an_update_stop_the_run() -> None:

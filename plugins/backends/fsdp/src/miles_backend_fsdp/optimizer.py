@@ -94,7 +94,7 @@ class RoleOptimizer:
             group["lr"] = self.lr
         self._adamw.step()
         self.drop_gradients()
-        if not math.isfinite(self._norm(self._locals)):
+        if self._broken():
             raise BackendError(
                 f"optimizer update {self.updates} (lr {self.lr:g}, gradient norm {norm:g}) left weights of {what} that "
                 "are not finite",
@@ -102,6 +102,16 @@ class RoleOptimizer:
             )
         self.updates += 1
         return norm
+
+    def _broken(self) -> bool:
+        """Whether a weight of any rank is not finite. The norm is one pass; of huge weights it overflows alone."""
+        if math.isfinite(self._norm(self._locals)):
+            return False
+        bad = any(not bool(shard.isfinite().all()) for shard in self._locals)
+        found = torch.tensor(float(bad), device=self._locals[0].device)
+        if self._ranks > 1:
+            dist.all_reduce(found)
+        return bool(found)
 
     def _norm(self, shards: list[Tensor]) -> float:
         total = torch.nn.utils.get_total_norm(shards).double() ** 2 if shards else torch.zeros((), dtype=torch.float64)

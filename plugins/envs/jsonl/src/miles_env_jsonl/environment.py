@@ -119,13 +119,14 @@ class JsonlEnvironment:
                 return Score(reward=None)
             right = context.text.strip() == task.answer.strip()
             return Score(reward=float(right), info={"verdict": "right" if right else "wrong"})
+        metadata = copy.deepcopy(dict(task.metadata))  # a reward may change what it is given
         offered = {
             "text": context.text,
             "answer": task.answer,
             "prompt": task.prompt,
-            "metadata": copy.deepcopy(dict(task.metadata)),  # a reward may change what it is given
+            "metadata": metadata,
             "finish": context.finish,
-            "task": task,
+            "task": replace(task, metadata=metadata),
         }
         score = await self._runner.call(offered, task.id)
         reward.check_range(score, self._config)

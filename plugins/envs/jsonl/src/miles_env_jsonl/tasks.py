@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -52,25 +53,25 @@ class Reader:
     def __init__(self, rows: Rows, config: JsonlConfig, needs: Needs, renderer: Renderer | None = None) -> None:
         self.rows, self._config, self._needs, self._renderer = rows, config, needs, renderer
 
-    def rendered(self, row: int) -> tuple[Parsed, int]:
-        """`parse`, and how many tokens the renderer makes of the prompt, with its longest demonstration where that is
-        learnt from (0 without a renderer). Raises `BadRow` also for what it cannot render."""
+    def rendered(self, row: int) -> tuple[Parsed, int, int]:
+        """`parse`, and how many tokens the renderer makes of the prompt, and of it with the longest demonstration that
+        is learnt from (0 without a renderer). Raises `BadRow` also for what it cannot render."""
         parsed, renderer, where = self.parse(row), self._renderer, self.rows.where(row)
         if renderer is None:
-            return parsed, 0
+            return parsed, 0, 0
         fix = "see where with --traceback, then mend the renderer or use another"
         try:
             with blamed(f"the renderer cannot render {where}", PluginContractError, fix):
                 tokens = len(renderer.prompt(parsed.prompt))
-                for shown in parsed.demonstrations if self._needs.demonstration else ():
-                    tokens = max(tokens, len(renderer.demonstration(parsed.prompt, shown)[0]))
+                learnt = parsed.demonstrations if self._needs.demonstration else ()
+                shown = max([len(renderer.demonstration(parsed.prompt, one)[0]) for one in learnt], default=0)
         except PluginContractError:
             raise
         except MilesError as error:
             raise BadRow(where, error.message, error.fix) from error
         if not tokens:
             raise BadRow(where, "the renderer makes no token of the prompt", "remove the row, or fill the field")
-        return parsed, tokens
+        return parsed, tokens, shown
 
     def parse(self, row: int) -> Parsed:
         c = self._config
@@ -228,7 +229,8 @@ def prompt_key(prompt: Prompt) -> bytes:
 class FileTasks:
     """Keeps the contract `TaskSource` over some rows of a file. Row numbers of the file are the tasks' indices.
 
-    `checked` are the rows that `check` rendered, and `longest` says tokens and place of their longest prompt. Others
+    `checked` are the rows that `check` rendered, and `longest` says tokens and place of their longest prompt, and
+    `longest_shown` of the longest with its demonstration. Others
     are rendered when they are handed out, and may be repaired in their place while the run stands.
     """
 
@@ -244,7 +246,7 @@ class FileTasks:
         self.reader, self.indices = reader, rows
         self.size: int | None = len(rows)
         self.checked: list[int] = []
-        self.longest: tuple[int, str] | None = None
+        self.longest = self.longest_shown = (0, "")
         self._name, self._split = name, split
         self._shuffled = None if shuffled is None else lru_cache(maxsize=2)(shuffled)
 
@@ -256,9 +258,9 @@ class FileTasks:
         self.checked = self.indices.tolist() if every else rows[:RENDERED]
         for row in (first, *self.checked):
             with _before_the_run(self._name):
-                _, tokens = self.reader.rendered(row)
-            if self.longest is None or tokens > self.longest[0]:
-                self.longest = tokens, self.reader.rows.where(row)
+                _, tokens, shown = self.reader.rendered(row)
+            self.longest = max(self.longest, (tokens, self.reader.rows.where(row)), key=itemgetter(0))
+            self.longest_shown = max(self.longest_shown, (shown, self.reader.rows.where(row)), key=itemgetter(0))
         for row in rows[len(self.checked) :]:
             with _before_the_run(self._name):
                 self.reader.parse(row)

@@ -413,14 +413,9 @@ def test_evaluations_of_demonstrated_algorithms_are_bounded_by_their_engine(mile
 def test_demonstrations_of_a_stretched_model_may_be_longer(miles):
     Path("real.yaml").write_text(REAL)
     Path("tasks.jsonl").write_text(json.dumps({"prompt": "1>", "answer": "1" * 90}) + "\n")
-    env = "env={use: jsonl, path: tasks.jsonl}"
-    refused(miles("run", "real.yaml", env, *SHOWN, "rollout=null", "sync=null"), "MILES-E800", "a text of 93 tokens")
-    assert (
-        miles(
-            "run", "real.yaml", env, *SHOWN, "rollout=null", "sync=null", f"model.architecture.rope_parameters={ROPE}"
-        ).code
-        == 0
-    )
+    run = ("run", "real.yaml", "env={use: jsonl, path: tasks.jsonl}", *SHOWN, "rollout=null", "sync=null")
+    refused(miles(*run), "MILES-E800", "tasks.jsonl:1: a text of 93 tokens; the model takes at most 64")
+    assert miles(*run, f"model.architecture.rope_parameters={ROPE}").code == 0
 
 
 def test_an_empty_split(rows):

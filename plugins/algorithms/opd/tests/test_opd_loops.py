@@ -15,7 +15,7 @@ from miles_algo_opd.loopback import Loopback
 from miles_core.config.compose import load
 from miles_core.discovery import scan
 from miles_core.driver import execute
-from miles_core.errors import CapabilityError, CombinationError, ConfigError, EngineError, ModelSourceError
+from miles_core.errors import CombinationError, ConfigError, EngineError, ModelSourceError
 
 TOYS = """
 run: {name: r, seed: 7, steps: 12}
@@ -184,5 +184,5 @@ def test_another_vocabulary_is_refused(run: Any) -> None:
 
 
 def test_more_tokens_than_there_are(run: Any) -> None:
-    with pytest.raises(CapabilityError, match="the 99 most likely of 13 tokens"):
+    with pytest.raises(CombinationError, match="the 99 likeliest tokens of role 'actor' are asked for, .* has 13"):
         run(REAL, FROZEN + "algorithm: {use: opd_topk, distill: {k: 99}}\n")

@@ -184,5 +184,5 @@ def test_another_vocabulary_is_refused(run: Any) -> None:
 
 
 def test_more_tokens_than_there_are(run: Any) -> None:
-    with pytest.raises(CombinationError, match="the 99 likeliest tokens of role 'actor' are asked for, .* has 13"):
+    with pytest.raises(CombinationError, match=r"the 99 likeliest tokens of role 'actor' are asked for, .* has 13"):
         run(REAL, FROZEN + "algorithm: {use: opd_topk, distill: {k: 99}}\n")

@@ -197,10 +197,8 @@ def _ledger(prepared: Prepared, journal: Journal, resume: Resume | None) -> Ledg
 def _summary(policy: Policy, origins: Mapping[str, str]) -> str:
     """Readable: what learns what, how; and which fields of the algorithm its preset did not set."""
     envs, schedule = "+".join(part.use for part in policy.envs.values()), policy.schedule
-    start, said = (
-        join(policy.at, "algorithm."),
-        {path for path, by in origins.items() if by in ("file", "command line")},
-    )
+    start = join(policy.at, "algorithm.")
+    said = [path for path, by in origins.items() if by in ("file", "command line")]
     own = {path.removeprefix(start).partition(".")[0] for path in said if path.startswith(start)} - {"use"}
     what = policy.algorithm.preset + (f" (set here: {', '.join(sorted(own))})" if own else "")
     size = f"{schedule.groups_per_step} x {schedule.group_size} a step"

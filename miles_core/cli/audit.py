@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from miles_core.errors import EXIT_FINDINGS
+from miles_core.errors import EXIT_FINDINGS, CheckpointError, ResumeError
 
 if TYPE_CHECKING:
     from miles_core.config.schema import ScheduleConfig
@@ -22,7 +22,6 @@ def audit(run: Annotated[Path, typer.Argument(help="a run directory, e.g. runs/q
     is older than allowed, every version that sampled was verified. And beside it: checkpoints and metrics know nothing
     that the journal does not, and no file of a checkpoint has changed. Exit code 1 where a promise was broken."""
     from miles_core.cli.accounting import check_history, check_metrics, check_positions, check_published
-    from miles_core.errors import ResumeError
     from miles_core.history import History
     from miles_core.journal import read
     from miles_core.run import RunDir
@@ -81,19 +80,19 @@ def asked(tree: Mapping[str, Any]) -> tuple[dict[str, ScheduleConfig], dict[str,
 
 def _ledgers(run: RunDir, due: Mapping[str, tuple[int, int]]) -> tuple[dict[str, Mapping[str, Any]], list[str]]:
     """What each committed checkpoint says, by file; and what is wrong with the steps that it names."""
-    from miles_core.errors import CheckpointError
-
     ledgers: dict[str, Mapping[str, Any]] = {}
     found: list[str] = []
     for checkpoint in run.checkpoints():
         file = f"checkpoints/{checkpoint.folder.name}/ledger.json"
         try:
             ledgers[file] = checkpoint.ledger()
+        except CheckpointError:
+            found.append(f"{file} cannot be read")
+            continue
+        try:
             checkpoint.check()
         except CheckpointError as error:
-            found.append(error.message if file in ledgers else f"{file} cannot be read")
-        if file not in ledgers:
-            continue
+            found.append(error.message)
         books = ledgers[file].get("policies") or {}
         for name, (_, share) in due.items():
             consumed = (books.get(name) or {}).get("consumed")

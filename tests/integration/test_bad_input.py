@@ -80,7 +80,6 @@ KEYS = [
     ("MILES-E103", ["run.steps is 0", "at least 1"], "run.steps=0"),
     ("MILES-E103", ["optimizer.max_grad_norm is 0", "at least 1e-30"], "optimizer.max_grad_norm=0"),
     ("MILES-E103", ["optimizer.beta1 is 1"], "optimizer.beta1=1"),
-    ("MILES-E903", ["cannot be made", "too long"], f"run.name={'x' * 300}"),
     ("MILES-E103", ["env.tasks is 1", "at least 5"], "env.tasks=1"),
     ("MILES-E103", ["rollout.temperature is 0", "above 0", "eval.temperature: 0"], "rollout.temperature=0"),
     ("MILES-E103", ["rollout.top_p is 0"], "rollout.top_p=0"),
@@ -461,6 +460,11 @@ def test_an_environment_that_fails_at_its_first_task(bad, monkeypatch):
 
 
 # --- run directories -------------------------------------------------------------------------------------------------
+
+
+def test_a_run_name_that_no_file_system_takes(bad):
+    Path("runs").mkdir()  # else nothing is looked up below it
+    bad("MILES-E903", ["cannot be made", "too long"], f"run.name={'x' * 300}")
 
 
 def test_a_run_directory_that_exists(miles):

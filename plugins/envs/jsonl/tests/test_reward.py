@@ -6,6 +6,7 @@ import json
 import re
 import sys
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -166,6 +167,16 @@ def test_async_functions():
     assert call(later).reward == 0.5
     assert call(Callable()).reward == 0.25
     assert call(lambda text: later(text)).reward == 0.5  # a plain function that hands out a coroutine
+
+
+@pytest.mark.parametrize("asked", ["metadata", "task"])
+def test_a_reward_that_changes_what_it_is_given_changes_nothing_for_the_next(tmp_path, asked):
+    given = "metadata" if asked == "metadata" else "task.metadata"
+    (tmp_path / "r.py").write_text(f"def score({asked}):\n    {given}['n'].append(1)\n    return len({given}['n'])\n")
+    environment, task = build(tmp_path, "r:score"), replace(TASK, metadata={"n": []})
+    told = SimpleNamespace(text="x", finish="stop")
+    assert [asyncio.run(environment.score(task, told)).reward for _ in range(3)] == [1.0, 1.0, 1.0]
+    assert task.metadata == {"n": []}
 
 
 def test_what_a_reward_raises_is_told_with_its_line():

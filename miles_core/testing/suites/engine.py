@@ -1,4 +1,4 @@
-"""What every engine promises: answers, distributions, seeds, aborts, pauses, weights and policies, numerically."""
+"""What every engine promises: answers, distributions, seeds, interruptions, weights and policies, numerically."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import numpy as np
 
 from miles_core.contracts.engine import Completion, Request
 from miles_core.contracts.weights import TensorSpec
-from miles_core.errors import CapabilityError, DeadlineError, MilesError
+from miles_core.errors import CapabilityError, MilesError
 from miles_core.provider import Place
 from miles_core.records import Finish, Message, Prompt, Sampling, Version
 from miles_core.testing.suite import Conformance, check, refuses, refuses_async
-from miles_core.testing.suites.engine_weights import EngineWeights, a_while
+from miles_core.testing.suites.engine_interruptions import EngineInterruptions, tokens_of
+from miles_core.testing.suites.engine_weights import EngineWeights
 from miles_core.testing.toys.table import initial_weights
 
 POLICY = "main"
@@ -65,7 +66,7 @@ class EngineBase(Conformance):
     kind = "rollout"
     places: ClassVar[tuple[Place, ...]] = (Place.CONTROLLER,)
     vocab_size = 15
-    long = 200  # new tokens of an answer that is still running when it is aborted or swapped
+    long = 200  # new tokens of an answer that is to be met in the middle; up to 25 times as many where that is too few
     close_to = 1e-4  # how far log-probabilities of equal distributions may lie apart
 
     def source(self) -> Any:
@@ -148,11 +149,7 @@ def version(number: int = 0, policy: str = POLICY) -> Version:
     return Version(policy=policy, lineage=0, number=number)
 
 
-def tokens_of(completion: Completion) -> list[int]:
-    return [int(t) for t in np.asarray(completion.columns["tokens"])]
-
-
-class EngineConformance(EngineWeights, EngineBase):
+class EngineConformance(EngineInterruptions, EngineWeights, EngineBase):
     """See the base; capabilities that are offered must work, those that are not must be refused."""
 
     # --- life --------------------------------------------------------------------------------------------------------
@@ -371,103 +368,7 @@ class EngineConformance(EngineWeights, EngineBase):
 
         self.run(keeps())
 
-    # --- aborts and deadlines ----------------------------------------------------------------------------------------
-
-    async def running(self, engine: Any, count: int = 1) -> None:
-        """Wait until that many requests decode."""
-        for _ in range(500):
-            health = await engine.health()
-            if health.running >= count:
-                return
-            await asyncio.sleep(0.001)
-        check("health counts running requests", False, await engine.health())
-
-    def test_abort_and_resume(self) -> None:
-        async def aborts() -> None:
-            async with self.engine(endless=True) as engine:
-                sampling = {"max_new_tokens": self.long}
-                whole = tokens_of(await engine.generate(self.request([2, 3], 21, sampling=sampling)))
-                started = [
-                    asyncio.ensure_future(engine.generate(self.request([2, 3], 21, id=name, sampling=sampling)))
-                    for name in ("a", "b")
-                ]
-                await self.running(engine, 2)
-                await engine.abort(["a", "never-heard-of"])
-                part, other = await asyncio.gather(*started)
-                check("an aborted request finishes with abort", part.finish == Finish.ABORT, part.finish)
-                got = tokens_of(part)
-                partial = (
-                    len(got) < self.long and got == whole[: len(got)] and len(part.columns["logprobs"]) == len(got)
-                )
-                check("an abort returns what was sampled", partial, (got, whole))
-                check("an abort leaves others alone", tokens_of(other) == whole, (tokens_of(other), whole))
-                half = np.array(whole[: self.long // 2], np.int32)
-                rest = await engine.generate(self.request([2, 3], 21, id="c", sampling=sampling, resume=half))
-                counted = len(half) + len(tokens_of(rest)) == self.long
-                check("resumed tokens count against max_new_tokens", counted, len(tokens_of(rest)))
-                goes_on = tokens_of(rest) == whole[len(half) :]
-                check("a resumed request goes on with the same draws", goes_on, (tokens_of(rest), whole))
-                everything = [
-                    asyncio.ensure_future(engine.generate(self.request([2], s, sampling=sampling))) for s in range(3)
-                ]
-                await self.running(engine)
-                await engine.abort()
-                done = await asyncio.gather(*everything)
-                ended = {c.finish for c in done}
-                check("an abort without ids ends every request", ended == {Finish.ABORT}, ended)
-
-        self.run(aborts())
-
-    def test_deadline(self) -> None:
-        async def deadlines() -> None:
-            async with self.engine() as engine:
-                mode = self.modes()[0]
-                await engine.pause(mode)
-                late = asyncio.wait_for(engine.generate(self.request([2], deadline_s=0.1)), 20.0)
-                await refuses_async("a request past its deadline raises DeadlineError", DeadlineError, late)
-                await engine.resume()
-                health = await engine.health()
-                check("a request past its deadline is forgotten", health.running + health.waiting == 0, health)
-
-        self.run(deadlines())
-
-    # --- pauses ------------------------------------------------------------------------------------------------------
-
-    def modes(self) -> list[Any]:
-        offered = [c.removeprefix("pause.") for c in sorted(self.offered()) if c.startswith("pause.")]
-        check("at least one pause mode is offered", offered, sorted(self.offered()))
-        return offered
-
-    def test_pauses(self) -> None:
-        async def pauses() -> None:
-            async with self.engine(endless=True) as engine:
-                sampling = {"max_new_tokens": self.long}
-                whole = tokens_of(await engine.generate(self.request([2, 3], 31, sampling=sampling)))
-                for mode in self.modes():
-                    task = asyncio.ensure_future(
-                        engine.generate(self.request([2, 3], 31, id=f"p-{mode}", sampling=sampling))
-                    )
-                    await self.running(engine)
-                    await engine.pause(mode)
-                    if mode == "finish":
-                        await asyncio.sleep(0.01)
-                        check("pause finish returns when requests are done", task.done())
-                    if mode == "abort":
-                        ended = await asyncio.wait_for(task, 20.0)
-                        check("pause abort ends requests with abort", ended.finish == Finish.ABORT, ended.finish)
-                    late = asyncio.ensure_future(engine.generate(self.request([4], 1, id=f"l-{mode}")))
-                    await a_while()
-                    check("a request during a pause waits for resume", not late.done(), mode)
-                    if mode in ("in_place", "recompute"):
-                        check("nothing is sampled during a pause", not task.done(), mode)
-                    await engine.resume()
-                    await late
-                    if mode in ("in_place", "recompute"):
-                        done = await task
-                        same = tokens_of(done) == whole and done.finish == Finish.LENGTH
-                        check("a paused request goes on as if nothing had been", same, (mode, tokens_of(done), whole))
-
-        self.run(pauses())
+    # --- what is not offered -----------------------------------------------------------------------------------------
 
     def test_undeclared_modes(self) -> None:
         async def refused() -> None:

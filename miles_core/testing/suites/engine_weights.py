@@ -11,36 +11,23 @@ from miles_core.contracts.weights import TensorSpec
 from miles_core.errors import MilesError
 from miles_core.records import Version
 from miles_core.testing.suite import Conformance, check, refuses_async
+from miles_core.testing.suites.engine_interruptions import a_while, tokens_of
 from miles_core.weights import piece_digests
-
-if TYPE_CHECKING:
-    from miles_core.contracts.engine import Completion
 
 
 def _version(number: int, policy: str = "main") -> Version:
     return Version(policy=policy, lineage=0, number=number)
 
 
-def _tokens(completion: Completion) -> list[int]:
-    return [int(t) for t in np.asarray(completion.columns["tokens"])]
-
-
-async def a_while() -> None:
-    """Rounds of the loop as well as time: a busy machine may give few in 50 ms."""
-    for _ in range(10):
-        await asyncio.sleep(0.005)
-
-
 class EngineWeights(Conformance):
     """Mixed into `EngineConformance`, which has the helpers."""
 
     if TYPE_CHECKING:
-        long: int
         close_to: float
         engine: Any
+        interrupted: Any
         load: Any
         request: Any
-        running: Any
         weights: Any
 
     def hostile(self, weights: list[tuple[TensorSpec, Any]]) -> list[tuple[TensorSpec, Any]]:
@@ -115,24 +102,28 @@ class EngineWeights(Conformance):
                 check("tokens after end carry the new version", named == {_version(5)}, named)
                 direct = await fresh.generate(self.request([2, 3], 3))
                 a, b = np.asarray(after.columns["logprobs"]), np.asarray(direct.columns["logprobs"])
-                same = _tokens(after) == _tokens(direct) and bool(np.allclose(a, b, atol=self.close_to))
+                same = tokens_of(after) == tokens_of(direct) and bool(np.allclose(a, b, atol=self.close_to))
                 check("tokens after end come from the new weights", same, (after, direct))
-                moved = _tokens(before) != _tokens(after)
-                check("the two weight streams differ in what they sample", moved, _tokens(before))
+                moved = tokens_of(before) != tokens_of(after)
+                check("the two weight streams differ in what they sample", moved, tokens_of(before))
 
         self.run(versions())
 
     def test_swap_in_the_middle(self) -> None:
         async def swap() -> None:
             async with self.engine(endless=True) as engine, self.engine(2, endless=True) as fresh:
-                sampling = {"max_new_tokens": self.long}
                 mode = "recompute" if "pause.recompute" in self.offered() else self.mode_that_keeps()
                 if mode is None:
                     return
-                task = asyncio.ensure_future(engine.generate(self.request([2, 3], 8, sampling=sampling)))
-                await self.running(engine)
-                await asyncio.sleep(0.005)
-                await engine.pause(mode)
+
+                def asked(n: int, **given: Any) -> list[Any]:
+                    return [self.request([2, 3], 8, sampling={"max_new_tokens": n}, **given)]
+
+                async def pause() -> None:
+                    await asyncio.sleep(0.005)  # for some tokens of the old weights
+                    await engine.pause(mode)
+
+                n, (task,) = await self.interrupted(engine, asked, pause)
                 await self.load(engine, 2, _version(1))
                 await engine.resume()
                 done = await task
@@ -140,10 +131,10 @@ class EngineWeights(Conformance):
                 check("a request keeps the versions of its tokens over a swap", named in ([0, 1], [1]), named)
                 if mode == "recompute":
                     cut = done.spans[0].end if named == [0, 1] else 0
-                    head = np.array(_tokens(done)[:cut], np.int32)
-                    rest = await fresh.generate(self.request([2, 3], 8, id="x", sampling=sampling, resume=head))
-                    same = _tokens(rest) == _tokens(done)[cut:]
-                    check("recompute leaves nothing of the old weights", same, (cut, _tokens(rest), _tokens(done)))
+                    head = np.array(tokens_of(done)[:cut], np.int32)
+                    rest = await fresh.generate(asked(n, id="rest", resume=head)[0])
+                    same = tokens_of(rest) == tokens_of(done)[cut:]
+                    check("recompute leaves nothing of the old weights", same, (cut, tokens_of(rest), tokens_of(done)))
 
         self.run(swap())
 
@@ -176,8 +167,8 @@ class EngineWeights(Conformance):
                 await again.begin(_version(2))
                 await again.load(self.weights(2))
                 await again.end(_version(2))
-                a = _tokens(await engine.generate(self.request([2, 3], 3)))
-                b = _tokens(await fresh.generate(self.request([2, 3], 3)))
+                a = tokens_of(await engine.generate(self.request([2, 3], 3)))
+                b = tokens_of(await fresh.generate(self.request([2, 3], 3)))
                 check("a whole transfer heals an interrupted one", a == b, (a, b))
 
         self.run(interrupted())
@@ -212,7 +203,7 @@ class EngineWeights(Conformance):
                 before = await engine.generate(self.request([2, 3], 3))
                 await self.load(engine, 2, _version(4, "other"))
                 after = await engine.generate(self.request([2, 3], 3, id="after"))
-                same = _tokens(before) == _tokens(after) and {s.version for s in after.spans} == {_version(0)}
+                same = tokens_of(before) == tokens_of(after) and {s.version for s in after.spans} == {_version(0)}
                 check("weights of one policy leave another alone", same, (before, after))
                 other = await engine.generate(self.request([2, 3], 3, id="other", policy="other"))
                 named = {s.version for s in other.spans}

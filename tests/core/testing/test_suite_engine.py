@@ -293,11 +293,10 @@ async def pauses_not(self, mode):
         self._kick()
 
 
-async def keeps_decoding(self, mode):
+async def decodes_to_the_end(self, mode):
     await ToyEngine.pause(self, mode)
-    if mode in ("in_place", "recompute"):
-        self._paused = "finish"  # goes on with what runs
-        self._kick()
+    while mode in ("in_place", "recompute") and self._running:
+        self._step(self._ready())
 
 
 async def pauses_and_forgets_the_seed(self, mode):
@@ -501,7 +500,7 @@ MUTANTS = {
     "pause finish returns when requests are done": pauses(finish_does_not_wait),
     "pause abort ends requests with abort": pauses(abort_by_length),
     "a request during a pause waits for resume": pauses(pauses_not),
-    "nothing is sampled during a pause": (pauses(keeps_decoding), ENGINE_OFFERS, {"long": 40}),
+    "nothing is sampled during a pause": pauses(decodes_to_the_end),
     "a paused request goes on as if nothing had been": pauses(pauses_and_forgets_the_seed),
     "a pause mode that is not offered is refused": (ToyEngine, set(ENGINE_OFFERS) - {"pause.finish"}),
     "an unknown pause mode is refused": pauses(any_mode),
@@ -591,6 +590,16 @@ def test_a_broken_engine_is_seen(label):
     must_fail(label, suite_for(made[0], offers, **(made[2] if len(made) > 2 else {})))
 
 
+class Fast(ToyEngine):
+    """Has written a hundred tokens before the event loop turns once, as a fast machine nearly would."""
+
+    def _step(self, rows):
+        for _ in range(100):
+            rows = [r for r in rows if not r.done.done()]
+            if rows:
+                super()._step(rows)
+
+
 class TestToy(EngineConformance):
     name = "toy"
 
@@ -599,5 +608,6 @@ class TestToySocket(EngineConformance):
     name = "toy-socket"
 
 
-def test_a_good_engine_fails_nothing():
-    assert all(r.passed for r in run_class(suite_for(ToyEngine)))
+@pytest.mark.parametrize("made", [ToyEngine, Fast])
+def test_a_good_engine_fails_nothing(made):
+    assert [r for r in run_class(suite_for(made)) if not r.passed] == []

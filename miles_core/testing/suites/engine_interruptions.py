@@ -62,9 +62,9 @@ class EngineInterruptions(Conformance):
         raise AssertionError("the last length returns")
 
     async def counted(self, engine: Any, tasks: list[asyncio.Task[Completion]]) -> bool:
-        """Whether `health` counted all of them at once before they were done."""
+        """Whether `health` counted them, or two of them, at once before they were done."""
         for turn in range(200):
-            if (await engine.health()).running >= len(tasks):
+            if (await engine.health()).running >= min(2, len(tasks)):
                 return True
             if all(task.done() for task in tasks):
                 break

@@ -270,7 +270,9 @@ def _fits(model: ModelSource, renderer: Any, task: str, ids: Sequence[int]) -> N
     if model.folder is None and model.tokenizer_folder is None:  # drawn for this tokenizer: all of it must fit
         largest = max(largest, renderer.tokenizer.vocab_size - 1)
     for key in [key for key in model.architecture if key.endswith("_token_id")]:
-        if size is not None and isinstance(found := model.architecture[key], int) and found >= size:
+        found = model.architecture[key]
+        named = found if isinstance(found, list) else [found]
+        if size is not None and any(isinstance(i, int) and i >= size for i in named):
             what = f"model.architecture.{key} is {found}, and its vocab_size is {size}"
             raise ModelSourceError(what, fix="write the tokenizer's id, or leave it out")
     if size is not None and largest >= size:

@@ -288,6 +288,7 @@ MODELS = [
     (["hidden_size", "int"], ["model.architecture.hidden_size=abc"]),
     (["num_attention_heads 2, num_key_value_heads 3"], ["model.architecture.num_key_value_heads=3"]),
     (["eos_token_id is 99, and its vocab_size is 13"], ["model.architecture.eos_token_id=99"]),
+    (["eos_token_id is [1, 99], and its vocab_size is 13"], ["model.architecture.eos_token_id=[1, 99]"]),
     (["vocab_size is 5", "set model.architecture.vocab_size to 13"], ["model.architecture.vocab_size=5"]),
 ]
 

@@ -129,19 +129,19 @@ class RunDir:
             return file
 
     def write_config(self, tree: Mapping[str, Any], origins: Mapping[str, str], lock: Mapping[str, Any]) -> None:
-        lines = [*annotated_yaml(tree, origins), SEAL + _seal(tree)]
+        lines = [SEAL + _seal(tree), *annotated_yaml(tree, origins)]  # above, so that a file that was cut has it
         write_durably(self.path / "resolved.yaml", "\n".join(lines) + "\n")
         write_durably(self.path / "plugins.lock", json.dumps(lock, indent=1, sort_keys=True, default=dict) + "\n")
 
     def tree(self) -> dict[str, Any]:
-        """`resolved.yaml` as a plain tree. Raises `ResumeError` where its values were edited."""
+        """`resolved.yaml` as a plain tree. Raises `ResumeError` where its values are not those that were written."""
         file = self.path / "resolved.yaml"
         with blamed(f"{file} cannot be read", ResumeError, "restore it, or start a new run"):
             text = file.read_text(encoding="utf-8")  # once: a run that goes on may replace it meanwhile
-            tree, (_, found, seal) = dict(parse(text, str(file))), text.rpartition(SEAL)
-        if found and seal.split()[:1] != [_seal(tree)]:
+            tree, seal = dict(parse(text, str(file)) or {}), re.search(f"^{SEAL}(.*)$", text, re.MULTILINE)
+        if (seal[1].strip() != _seal(tree)) if seal else "run" not in tree:  # miles-core 0.1.0 wrote no seal
             raise ResumeError(
-                f"{file} was edited: its values are not those that the run wrote there",
+                f"{file} was changed: its values are not those that the run wrote there",
                 fix="undo the change; --resume takes values by key=value, and others need a new run",
             )
         return tree

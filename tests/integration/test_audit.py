@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from miles_core.builtin.jsonl import JsonlTracker
+from miles_core.errors import MilesError
 from miles_core.journal import Journal, read
 from miles_core.ledger import Ledger
 from miles_core.rollouts import Rollouts
@@ -39,7 +40,7 @@ def unsealed(step: int = 4) -> Path:
     for checkpoint in RunDir.open(RUN).checkpoints():
         (checkpoint.folder / "COMMIT").write_text(f"{checkpoint.step}\n")
     file = RUN / "resolved.yaml"
-    file.write_text(file.read_text().rpartition(SEAL)[0])
+    file.write_text("".join(line for line in file.open() if not line.startswith(SEAL)))
     return RUN / f"checkpoints/step_{step:06d}/ledger.json"
 
 
@@ -154,7 +155,7 @@ def test_a_run_of_the_first_release_goes_on_without_digests(miles):
 
 def test_values_that_were_edited_in_the_run_directory(ran):
     file, good = RUN / "resolved.yaml", (RUN / "resolved.yaml").read_text()
-    told = f"{file} was edited: its values are not those that the run wrote there"
+    told = f"{file} was changed: its values are not those that the run wrote there"
     file.write_text(good.replace("lr: 0.3", "lr: 0.2"))
     finding(ran("audit", str(RUN)), told)
     weights = next(path for path in (RUN / "checkpoints/step_000002/trainer").iterdir())
@@ -169,7 +170,14 @@ def test_values_that_were_edited_in_the_run_directory(ran):
     for command in (("run", str(RUN), "--resume", "run.steps=6"), ("export", str(RUN), "out"), ("show", str(RUN))):
         said = ran(*command)
         assert said.code == 2 and said.err.startswith(f"MILES-E901: {told}\nFix: undo the change"), said.err
-    file.write_text(good.replace("# ", "#   ", 1) + "\n# a note\n")  # comments are nobody's
+    for cut in range(0, len(good) - 2, len(good) // 30):  # a copy that broke off
+        file.write_text(good[:cut])
+        with pytest.raises(MilesError, match=r"resolved\.yaml"):
+            RunDir.open(RUN).tree()
+    file.write_text(good[: len(good) // 2])
+    finding(ran("audit", str(RUN)), told)
+    assert ran("show", str(RUN)).err.startswith(f"MILES-E901: {told}\nFix: undo the change")
+    file.write_text(good.replace("  # ", "  #   ", 1) + "\n# a note\n")  # comments are nobody's
     clean(ran("audit", str(RUN)))
     assert ran("run", str(RUN), "--resume", "run.steps=6").code == 0
 

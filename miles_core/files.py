@@ -19,6 +19,13 @@ def flush(path: Path) -> None:
         os.close(fd)
 
 
+def lines_of(path: Path) -> list[str]:
+    """Lines of a file of JSON lines that are not blank, none where it is missing. A line ends in a line feed alone:
+    strings hold other separators, such as U+2028, as they are. Bytes that are no UTF-8 (a torn line's) are replaced."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    return [line for line in text.split("\n") if line.strip()]
+
+
 class Files:
     """Real files. Tests subclass it and raise `OSError` from the n-th call, or write only a part."""
 

@@ -250,7 +250,8 @@ def check_lengths(wiring: Wiring, parts: Parts, engines: Iterable[Engine]) -> No
                 raise DataError(
                     f"environment {name!r}: {where}: a text of {tokens} tokens; {who} takes at most {most}",
                     fix="shorten or remove it"
-                    + (", or let the engine take longer ones (max_length of `local`)" if what == "longest" else ""),
+                    + (", or let the engine take longer ones (max_length of `local`)" if what == "longest" else "")
+                    + (", or give the model more (its max_position_embeddings)" if what != "longest" else ""),
                 )
 
 

@@ -9,7 +9,6 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,14 @@ import numpy as np
 
 from miles_core.collaborators import Learnt
 from miles_core.errors import RunNotFoundError, TrackerError, blamed
+from miles_core.files import lines_of
 from miles_core.jsontext import readable
 from miles_core.records import Episode, Group, Origin, Trajectory
 from miles_core.waits import GO_ON
+
+#: What of a line is shown, of which type.
+_SHOWN: dict[str, Any] = dict.fromkeys(("policy", "episode", "prompt", "status"), str)
+_SHOWN |= dict.fromkeys(("turns", "tokens"), list) | {"info": dict, "reward": int | float | None}
 
 GROUPS_A_STEP = 4
 EPISODES_A_GROUP = 4
@@ -91,9 +95,10 @@ def read_samples(folder: Path, side: str, step: int) -> Iterator[dict[str, Any]]
     """Lines of one step; nothing where that step wrote none."""
     file = _file(folder, side, step)
     with blamed(f"{file} is damaged", RunNotFoundError, "remove it, or choose another --step"):
-        for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
+        for line in lines_of(file):
             sample = json.loads(line)
-            itemgetter("policy", "episode", "prompt", "turns", "reward", "status", "tokens")(sample)
+            if not all(isinstance(sample[key], kind) for key, kind in _SHOWN.items()):
+                raise ValueError(f"not an episode: {line:.80}")
             yield sample
 
 

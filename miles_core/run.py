@@ -34,21 +34,20 @@ from miles_core.errors import (
     RunNotFoundError,
     blamed,
 )
-from miles_core.files import flush
+from miles_core.files import flush, lines_of
 
 SEAL = "# sha256 of these values: "
 
-_DEADLINES = r"(?!.*\.architecture\.).*deadline_s"
-#: What may change on `--resume` (design §6, decision 0010), as patterns over dotted paths. Steps and deadlines grow.
+#: What may change on `--resume` (design §6, decision 0010), as patterns over dotted paths; the others may only grow.
 MAY_CHANGE = (
     r"(launcher|trackers|eval)(\..*)?",
-    r"run\.(checkpoint_every|threads|steps|name|dir)",
+    r"run\.(checkpoint_every|threads|name|dir)",
     r"(rollout|engines\.[^.]+)\.(count|gpus)",
     r"backend\.(ranks|gpus_per_rank)",
     r"(policies\.[^.]+\.)?schedule\.(samplers|max_leases_per_slot)",
     r"sync\.min_engines",
-    _DEADLINES,
 )
+_MAY_GROW = r"run\.steps|(?!.*\.architecture\.).*deadline_s"
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class Checkpoint:
         fix = f"restore it, or do without this checkpoint: rm -r {shlex.quote(str(self.folder))}"
         with blamed(f"the checkpoint {self.folder} cannot be checked", CheckpointError, fix):
             known = json.loads((self.folder / "COMMIT").read_text())
-            files = known["files"] if isinstance(known, dict) else {}
+            files = dict(known["files"]) if isinstance(known, dict) else {}
             found = _digests(self.folder, [name for name in files if (self.folder / name).is_file()])
         for name, digest in files.items():
             if found.get(name) != digest:
@@ -90,7 +89,7 @@ class RunDir:
     def create(path: Path, tree: Mapping[str, Any], origins: Mapping[str, str], lock: Mapping[str, Any]) -> RunDir:
         """Make the directory, whole or not at all; `RunExistsError` where it exists."""
         refuse_existing(path)
-        draft = path.with_name(f".{path.name}.{os.getpid()}.draft")  # another process may be making it, too
+        draft = path.with_name(f".{path.name[:99]}.{os.getpid()}.draft")  # another process may be making it, too
         shutil.rmtree(draft, ignore_errors=True)
         new = [parent for parent in path.parents if not parent.exists()]
         try:
@@ -159,7 +158,7 @@ class RunDir:
 
     def _lines(self, name: str) -> Iterator[dict[str, Any]]:
         file = self.path / name
-        for line in file.read_text().splitlines() if file.exists() else ():
+        for line in lines_of(file):
             try:
                 yield json.loads(line)
             except ValueError:
@@ -306,15 +305,16 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def check_resume(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) -> dict[str, tuple[Any, Any]]:
-    """Differences that a resume may carry, by path as (old, new). Raises `ResumeError` naming those that it may not."""
+    """Differences that a resume may carry, by path as (old, new); where the run lies is none. Raises `ResumeError`
+    naming those that it may not."""
     before, after, absent = flatten(old), flatten(new), object()
     keys = [k for k in sorted(before.keys() | after.keys()) if before.get(k, absent) != after.get(k, absent)]
     differences = {key: (before.get(key), after.get(key)) for key in keys}
     refused = {k: v for k, v in differences.items() if not any(re.fullmatch(p, k) for p in MAY_CHANGE)}
-    for key in [key for key in differences if re.fullmatch(rf"run\.steps|{_DEADLINES}", key)]:
+    for key in [key for key in refused if re.fullmatch(_MAY_GROW, key)]:
         was, now = differences[key]
-        if not (isinstance(was, int | float) and isinstance(now, int | float) and was < now):
-            refused[key] = differences[key]
+        if isinstance(was, int | float) and isinstance(now, int | float) and was < now:
+            del refused[key]
     if refused:
         rows = "; ".join(f"{k}: was {json.dumps(was)}, now {json.dumps(now)}" for k, (was, now) in refused.items())
         raise ResumeError(
@@ -324,4 +324,4 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) -> 
             "schedule.samplers and .max_leases_per_slot, sync.min_engines, count and gpus of engines, ranks and "
             "gpus_per_rank of the backend",
         )
-    return differences
+    return {key: both for key, both in differences.items() if key not in ("run.dir", "run.name")}

@@ -49,7 +49,7 @@ from miles_core.records import (
 )
 from miles_core.seeds import family, generator
 from miles_core.session import STANDARD_COLUMNS, EpisodeFailedError, Generate, Session
-from miles_core.waits import cancel
+from miles_core.waits import STOPS, cancel
 
 if TYPE_CHECKING:
     from miles_core.contracts.environment import Environment, Scorer
@@ -237,7 +237,9 @@ class Sampler:
             try:
                 told = _told(shared, member, trajectory, answer.columns["tokens"])
                 episode = _finished(shared, member, (trajectory,), await score(shared.lease.task, told))
-            except (Exception, SystemExit, asyncio.CancelledError) as error:
+            except STOPS:
+                raise
+            except BaseException as error:
                 episode = _ended(shared, member, error)
             episodes.append(episode)
         return tuple(episodes)
@@ -290,7 +292,9 @@ class Sampler:
         )
         try:
             return await self._played(shared, member, session)
-        except (Exception, SystemExit, asyncio.CancelledError) as error:
+        except STOPS:
+            raise
+        except BaseException as error:
             return _ended(shared, member, error, session.failure)
 
     async def _played(self, shared: _Shared, member: int, session: Session) -> Episode:
@@ -373,8 +377,8 @@ def _rendered(task: Task, render: Callable[..., T], *shown: Prompt) -> T:
 
 def _ended(shared: _Shared, member: int, error: BaseException, failure: BaseException | None = None) -> Episode:
     """The failed episode that `error` leaves; `failure` is what its session met before. Raises what stops the run: what
-    core, engines and data say, but not a request's deadline. `sys.exit()` in a reward fails its episode, and not the
-    event loop."""
+    core, engines and data say, but not a request's deadline. `sys.exit()` or a panic in a reward fails its episode, and
+    not the event loop."""
     if isinstance(error, asyncio.CancelledError):
         if not shared.ended or cast("asyncio.Task[Any]", asyncio.current_task()).uncancel():
             raise error

@@ -9,6 +9,9 @@ from typing import Any, TypeVar
 
 from miles_core.errors import DeadlineError, StoppedError
 
+#: What ends this process, or a coroutine, whoever raised it.
+STOPS = (KeyboardInterrupt, GeneratorExit)
+
 T = TypeVar("T")
 
 #: The fix of what a plugin raised while a run went on.
@@ -34,11 +37,13 @@ async def cancel(tasks: Iterable[asyncio.Future[Any]], grace_s: float = CANCEL_G
 
 
 async def contained(awaited: Awaitable[T]) -> T:
-    """What a task waits for: `sys.exit()` in there is an error of its own, and not the end of the event loop."""
+    """What a task waits for: `sys.exit()` or a panic in there is an error of its own, and not the end of the loop."""
     try:
         return await awaited
-    except SystemExit as error:
-        raise RuntimeError(f"SystemExit: {error}") from error
+    except BaseException as error:
+        if isinstance(error, (Exception, *STOPS, asyncio.CancelledError)):
+            raise
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 async def finish_all(awaited: Iterable[Awaitable[T]]) -> list[T]:

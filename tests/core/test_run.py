@@ -1,5 +1,6 @@
 """The run directory: durable writes, commit markers, what a resume may change."""
 
+import json
 import os
 
 import pytest
@@ -140,6 +141,36 @@ def test_only_patience_may_change_on_a_resume(tmp_path, path, may):
     else:
         with pytest.raises(ResumeError, match=f"{path}: was 1, now 2"):
             check_resume(tree(1), tree(2), tmp_path)
+
+
+def test_what_may_change_may_have_deadlines_of_its_own_and_a_run_may_be_moved(tmp_path):
+    def tree(deadline, folder):
+        return {"run": {"dir": folder, "name": folder}, "trackers": {"mine": deadline and {"deadline_s": deadline}}}
+
+    for was, now in ((None, 30.0), (30.0, 10.0), (30.0, None)):
+        assert check_resume(tree(was, "a"), tree(was, "b"), tmp_path) == {}
+        assert "trackers.mine.deadline_s" in check_resume(tree(was, "a"), tree(now, "b"), tmp_path)
+
+
+def test_lines_end_in_a_line_feed_alone(tmp_path):
+    run = RunDir.create(tmp_path / "a", TREE, {}, {})
+    separated = "a\u2028b\u2029c\u0085d\x0b"
+    lines = [json.dumps({"type": "x", "why": separated}, ensure_ascii=False), "", '{"type": "y"}', '{"type": "é']
+    (run.path / "events.jsonl").write_bytes("\n".join(lines).encode()[:-1])  # torn within a character
+    assert list(run.events()) == [{"type": "x", "why": separated}, {"type": "y"}]
+
+
+def test_a_commit_of_another_shape_is_damage(tmp_path):
+    run = RunDir.create(tmp_path / "a", TREE, {}, {})
+    checkpoint = run.commit_checkpoint(run.begin_checkpoint(4), 4, {})
+    for text in ('{"step": 4, "files": ["a"]}', '{"step": 4, "files": 1}', '{"step": 4}'):
+        (checkpoint.folder / "COMMIT").write_text(text)
+        with pytest.raises(CheckpointError, match="step_000004 cannot be checked"):
+            checkpoint.check()
+
+
+def test_a_name_may_be_as_long_as_the_file_system_takes(tmp_path):
+    assert RunDir.create(tmp_path / ("x" * 255), TREE, {}, {}).tree() == TREE
 
 
 def test_two_processes_that_make_one_directory_do_not_disturb_each_other(tmp_path, monkeypatch):

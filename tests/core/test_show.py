@@ -144,11 +144,15 @@ def test_readable_samples_hold_what_the_environment_said(tmp_path):
     Rollouts(tmp_path, {"main": lambda ids: "".join(map(chr, ids))}).write("main", 3, "train", [group])
     (found,) = read_samples(tmp_path, "train", 3)
     file = next(tmp_path.glob("step_*"))
-    for damage in ("junk", '{"a": 1}', "[1]"):
+    wrong = [json.dumps(found | {key: value}) for key, value in (("turns", None), ("tokens", "many"), ("reward", "r"))]
+    for damage in ("junk", '{"a": 1}', "[1]", *wrong, json.dumps({k: v for k, v in found.items() if k != "info"})):
         file.write_text(f"{json.dumps(found)}\n{damage}\n")
         with pytest.raises(RunNotFoundError, match=r"step_000003.jsonl is damaged"):
             list(read_samples(tmp_path, "train", 3))
     assert (found["turns"], found["between"], found["written"]) == ([["ab", "c"]], [["??"]], [3])
+    found["prompt"] = "a\u2028b\u0085"
+    file.write_text(f"{json.dumps(found, ensure_ascii=False)}\n\n{json.dumps(found)}\n")
+    assert list(read_samples(tmp_path, "train", 3)) == [found, found]
 
 
 def test_failed_episodes_are_counted_by_reason(shown):

@@ -160,13 +160,18 @@ def test_nothing_but_failures_stops_with_their_reason(miles):
     )
 
 
-def test_a_reward_that_leaves_is_a_failed_episode(miles, monkeypatch):
+class Panic(BaseException):
+    """As extensions in Rust raise it."""
+
+
+@pytest.mark.parametrize(("error", "told"), [(SystemExit(3), "SystemExit: 3"), (Panic("unwrap"), "Panic: unwrap")])
+def test_a_reward_that_leaves_is_a_failed_episode(miles, monkeypatch, error, told):
     async def score(self, task, context):
-        sys.exit(3)
+        raise error
 
     monkeypatch.setattr(EchoEnvironment, "score", score)
     said = miles("run", "toy.yaml", *SMALL, "eval={every: 1, tasks: 4}", "trackers={console: {}, jsonl: {}}")
-    stopped(said, "MILES-E304", "SystemExit: 3")
+    stopped(said, "MILES-E304", told)
     assert "never retrieved" not in said.err
     assert "evaluation after 0 steps (greedy, 4 tasks): reward 0.000" in said.out
     assert "4 of 4 episodes FAILED: task " in said.out

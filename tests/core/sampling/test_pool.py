@@ -215,6 +215,31 @@ def test_an_error_of_a_healthy_engine_surfaces_with_its_own_text():
     asyncio.run(main())
 
 
+class Panic(BaseException):
+    """As extensions in Rust raise it."""
+
+
+@pytest.mark.parametrize("where", ["start", "generate", "pause", "resume"])
+def test_an_engine_that_panics_is_an_engine_that_failed(where):
+    async def main():
+        pool, engines, _ = make(count=1)
+        admit(pool, "e0")
+
+        async def panics(*_):
+            raise Panic("unwrap")
+
+        setattr(engines["e0"], where, panics)
+        with pytest.raises(EngineError if where == "generate" else RuntimeError, match="Panic: unwrap"):
+            await {
+                "start": lambda: pool.start(5),
+                "generate": lambda: pool.generate(request("r")),
+                "pause": lambda: pool.hold("e0", "in_place"),
+                "resume": lambda: pool.release("e0"),
+            }[where]()
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("where", ["start", "generate", "health", "pause", "resume"])
 def test_an_engine_that_leaves_the_process_is_an_engine_that_failed(where):
     async def main():

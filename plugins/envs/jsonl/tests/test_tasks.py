@@ -235,7 +235,7 @@ def test_files_that_are_not_there(tmp_path):
     with pytest.raises(DataError, match="neither JSONL"):
         env(tmp_path, path="tasks.csv").tasks("train")
     (tmp_path / "tasks.jsonl").write_text("\n\n")
-    with pytest.raises(DataError, match=r"split 'train' is empty; 'tasks.jsonl' has 0 rows"):
+    with pytest.raises(DataError, match=r"'tasks.jsonl' holds no rows"):
         env(tmp_path).tasks("train")
     write(tmp_path / "tasks.jsonl", rows(2))
     with pytest.raises(DataError, match=r"no split 'eval'\nFix: set env.eval_fraction"):
@@ -327,6 +327,33 @@ def test_rows_are_rendered_before_the_run_as_many_as_are_asked_for(tmp_path, mon
     write(tmp_path / "tasks.jsonl", [*lines, {"prompt": " "}])
     with pytest.raises(DataError, match=r"tasks.jsonl:9: the renderer makes no token of the prompt"):
         env(tmp_path, path="tasks.jsonl@[8:]", renderer=Letters()).tasks("train")
+
+
+@pytest.mark.parametrize("options", [{}, {"eval_fraction": 0.2}])
+def test_long_rows_are_rendered_before_the_run_as_far_as_a_few_bytes_go(tmp_path, monkeypatch, options):
+    monkeypatch.setattr(tasks, "RENDERED_BYTES", 200)
+    write(tmp_path / "tasks.jsonl", [{"prompt": "q" * 50 + str(i)} for i in range(9)])
+    renderer = Letters()
+    found = env(tmp_path, renderer=renderer, shuffle=False, **options)
+    assert len(found.tasks("train").checked) == 3
+    assert len(renderer.rendered) == sum(1 + len(found.tasks(split).checked) for split in found.task_splits)
+    assert len(found.tasks("train").indices) == 9 if not options else 7
+
+
+def test_half_a_character_is_refused(tmp_path):
+    for row, place in (
+        ({"prompt": "a \ud800 b"}, "field 'prompt' holds U\\+D800"),
+        ({"prompt": [{"role": "user", "content": "\udfff"}]}, "field 'prompt', message 0 holds U\\+DFFF"),
+    ):
+        write(tmp_path / "tasks.jsonl", [*rows(1), row])
+        with pytest.raises(DataError, match=f"tasks.jsonl:2: {place}, half of a character"):
+            env(tmp_path).tasks("train")
+
+
+def test_a_number_that_no_float_holds_is_refused(tmp_path):
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "q", "answer": -1e999}\n')
+    with pytest.raises(DataError, match=r"tasks.jsonl:1: not JSON: -1e999 is not a JSON number"):
+        env(tmp_path).tasks("train")
 
 
 def test_a_renderer_that_breaks_is_blamed(tmp_path):

@@ -40,7 +40,10 @@ class JsonlConfig:
     reward_deadline_s: float = opt(60.0, "deadline of one call of the reward function", unit="s", low=0.001)
     reward_threads: int = opt(8, "calls of a plain reward function at once", unit="threads", low=1)
     check_rows: int | None = opt(
-        100_000, "rows read before the run, all where null; the first 10,000 are rendered, too", unit="rows", low=1
+        100_000,
+        "rows read before the run, all where null; of these the first 10,000 (20 MB) are rendered",
+        unit="rows",
+        low=1,
     )
 
     def __post_init__(self) -> None:

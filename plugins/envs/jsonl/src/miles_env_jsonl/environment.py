@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -119,7 +119,7 @@ class JsonlEnvironment:
                 return Score(reward=None)
             right = context.text.strip() == task.answer.strip()
             return Score(reward=float(right), info={"verdict": "right" if right else "wrong"})
-        metadata = copy.deepcopy(dict(task.metadata))  # a reward may change what it is given
+        metadata = json.loads(json.dumps(dict(task.metadata)))  # a copy: a reward may change what it is given
         offered = {
             "text": context.text,
             "answer": task.answer,
@@ -161,6 +161,9 @@ class JsonlEnvironment:
         return Reader(rows, self._config, needs, self._renderer), np.arange(len(rows), dtype=np.int64)[cut]
 
     def _source(self, reader: Reader, rows: Array, split: str, path: str) -> FileTasks:
+        if not len(reader.rows):
+            what = f"environment {self._name!r}: split {split!r} is empty: {path!r} holds no rows"
+            raise DataError(what, fix="write one object a line")
         if not len(rows):
             raise DataError(
                 f"environment {self._name!r}: split {split!r} is empty; {path!r} has {len(reader.rows)} rows"

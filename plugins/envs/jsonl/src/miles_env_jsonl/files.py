@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import weakref
@@ -99,7 +100,7 @@ class JsonlRows:
 
     def read(self, row: int) -> Mapping[str, Any]:
         try:
-            value = json.loads(self.raw(row).decode("utf-8-sig" if row == 0 else "utf-8"), parse_constant=_no_constant)
+            value = json.loads(self.raw(row).decode("utf-8-sig" if row == 0 else "utf-8"), **_STRICT)
         except (ValueError, RecursionError) as error:
             raise BadRow(self.where(row), f"not JSON: {error}", "repair or remove the line") from error
         if not isinstance(value, dict):
@@ -143,6 +144,14 @@ class ParquetRows:
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a JSON number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _no_constant(text)
+
+
+_STRICT: dict[str, Any] = {"parse_constant": _no_constant, "parse_float": _finite}
 
 
 def kind_of(value: Any) -> str:

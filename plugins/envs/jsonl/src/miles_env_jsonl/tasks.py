@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, takewhile
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
     from miles_core.contracts.rendering import Renderer
 
 ROLES = ("system", "user", "assistant", "tool")
-#: Most rows that are rendered before a run: this takes ten times as long as to read them.
-RENDERED = 10_000
+#: Most rows that are rendered before a run, and most bytes of rows: this takes ten times as long as to read them.
+RENDERED, RENDERED_BYTES = 10_000, 20_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +186,7 @@ def _text_or_messages(value: Any, where: str, field: str) -> Prompt:
     if isinstance(value, str):
         if not value:
             raise BadRow(where, f"field {field!r} is empty", "remove the row, or fill the field")
-        return value
+        return _whole(value, where, f"field {field!r}")
     return _messages(value, where, field)
 
 
@@ -203,8 +204,18 @@ def _messages(value: Any, where: str, field: str) -> tuple[Message, ...]:
             raise BadRow(where, f"{place} has role {role!r}", "use one of " + ", ".join(ROLES))
         if not isinstance(content, str):
             raise BadRow(where, f"{place} has a {kind_of(content)} as content", "make it a string: only text is read")
-        messages.append(Message(role=role, content=content))
+        messages.append(Message(role=role, content=_whole(content, where, place)))
     return tuple(messages)
+
+
+def _whole(text: str, where: str, place: str) -> str:
+    """Refuse half of a character (a lone surrogate), of which no tokenizer makes tokens."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"{place} holds U+{ord(text[error.start]):04X}, half of a character"
+        raise BadRow(where, half, "write the character whole, or remove the row") from error
+    return text
 
 
 def _conversation(value: Any, where: str) -> tuple[Prompt, Prompt]:
@@ -252,10 +263,13 @@ class FileTasks:
 
     def check(self, count: int | None, *, every: bool) -> None:
         """Before the run: read the first `count` rows (all where null), and render as many of them as `RENDERED`, or
-        every row, and the one that is handed out first. Raises `DataError`, or what the renderer raised, naming file
-        and line."""
+        every row, as far as `RENDERED_BYTES` go, and the one that is handed out first. Raises `DataError`, or what the
+        renderer raised, naming file and line."""
         rows, first = self.indices[:count].tolist(), int(self.indices[self._place(0)])
-        self.checked = self.indices.tolist() if every else rows[:RENDERED]
+        wanted = self.indices.tolist() if every else rows[:RENDERED]
+        sizes = accumulate(len(self.reader.rows.raw(row)) for row in wanted)
+        within = takewhile(lambda at: at[1] <= RENDERED_BYTES, zip(wanted, sizes, strict=True))
+        self.checked = [row for row, _ in within]
         for row in (first, *self.checked):
             with _before_the_run(self._name):
                 _, tokens, shown = self.reader.rendered(row)

@@ -108,10 +108,10 @@ class Pool:
         """The member's own word; an exception or silence counts as not ok."""
         try:
             async with asyncio.timeout(HEALTH_DEADLINE_S):
-                return await self._members[name].engine.health()
+                return await contained(self._members[name].engine.health())
         except TimeoutError:
             return Health(ok=False, detail=f"no answer to a health check within {HEALTH_DEADLINE_S:g} s")
-        except (Exception, SystemExit) as error:
+        except Exception as error:
             return Health(ok=False, detail=f"health check failed: {clause(error)}")
 
     def quarantine(self, name: str, reason: str) -> None:

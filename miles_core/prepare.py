@@ -247,11 +247,11 @@ def check_lengths(wiring: Wiring, parts: Parts, engines: Iterable[Engine]) -> No
         for name, (split, what, most, who) in product(sampling.envs, asked):
             tokens, where = getattr(sampling.envs[name].tasks(split), what, None) or (0, "")
             if tokens > most:
+                longer = "let the engine take longer ones (max_length of `local`)"
+                way = longer if what == "longest" else "give the model more (its max_position_embeddings)"
                 raise DataError(
                     f"environment {name!r}: {where}: a text of {tokens} tokens; {who} takes at most {most}",
-                    fix="shorten or remove it"
-                    + (", or let the engine take longer ones (max_length of `local`)" if what == "longest" else "")
-                    + (", or give the model more (its max_position_embeddings)" if what != "longest" else ""),
+                    fix=f"shorten or remove it, or {way}",
                 )
 
 

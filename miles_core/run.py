@@ -38,7 +38,7 @@ from miles_core.files import flush, lines_of
 
 SEAL = "# sha256 of these values: "
 
-#: What may change on `--resume` (design §6, decision 0010), as patterns over dotted paths; the others may only grow.
+#: What may change on `--resume` (design §6, decision 0010), as patterns over dotted paths.
 MAY_CHANGE = (
     r"(launcher|trackers|eval)(\..*)?",
     r"run\.(checkpoint_every|threads|name|dir)",
@@ -47,6 +47,7 @@ MAY_CHANGE = (
     r"(policies\.[^.]+\.)?schedule\.(samplers|max_leases_per_slot)",
     r"sync\.min_engines",
 )
+#: What may only grow then, where it is none of these.
 _MAY_GROW = r"run\.steps|(?!.*\.architecture\.).*deadline_s"
 
 

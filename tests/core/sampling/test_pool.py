@@ -219,7 +219,7 @@ class Panic(BaseException):
     """As extensions in Rust raise it."""
 
 
-@pytest.mark.parametrize("where", ["start", "generate", "pause", "resume"])
+@pytest.mark.parametrize("where", ["start", "generate", "health", "pause", "resume"])
 def test_an_engine_that_panics_is_an_engine_that_failed(where):
     async def main():
         pool, engines, _ = make(count=1)
@@ -229,6 +229,9 @@ def test_an_engine_that_panics_is_an_engine_that_failed(where):
             raise Panic("unwrap")
 
         setattr(engines["e0"], where, panics)
+        if where == "health":
+            assert not (await pool.health("e0")).ok
+            return
         with pytest.raises(EngineError if where == "generate" else RuntimeError, match="Panic: unwrap"):
             await {
                 "start": lambda: pool.start(5),

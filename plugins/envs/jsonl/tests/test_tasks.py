@@ -235,7 +235,7 @@ def test_files_that_are_not_there(tmp_path):
     with pytest.raises(DataError, match="neither JSONL"):
         env(tmp_path, path="tasks.csv").tasks("train")
     (tmp_path / "tasks.jsonl").write_text("\n\n")
-    with pytest.raises(DataError, match=r"'tasks.jsonl' holds no rows"):
+    with pytest.raises(DataError, match=r"split 'train' is empty: 'tasks.jsonl' holds no rows"):
         env(tmp_path).tasks("train")
     write(tmp_path / "tasks.jsonl", rows(2))
     with pytest.raises(DataError, match=r"no split 'eval'\nFix: set env.eval_fraction"):
@@ -337,7 +337,7 @@ def test_long_rows_are_rendered_before_the_run_as_far_as_a_few_bytes_go(tmp_path
     found = env(tmp_path, renderer=renderer, shuffle=False, **options)
     assert len(found.tasks("train").checked) == 3
     assert len(renderer.rendered) == sum(1 + len(found.tasks(split).checked) for split in found.task_splits)
-    assert len(found.tasks("train").indices) == 9 if not options else 7
+    assert len(found.tasks("train").indices) == (7 if options else 9)
 
 
 def test_half_a_character_is_refused(tmp_path):
